@@ -1,0 +1,68 @@
+"""The zip around a checkpoint, laid out as torch.save lays it out: entries stored, not deflated, each one's data on 64 bytes.
+
+Python's zipfile writes in one sequence through one file position and knows no alignment; the checkpoint writer needs to place data
+at known offsets. Only the layout is here (APPNOTE.TXT 4.3, with Zip64 where a size or offset needs it); reading is zipfile's and torch's.
+"""
+from __future__ import annotations
+
+import struct
+from typing import Callable, Sequence
+
+from isal.isal_zlib import crc32
+
+ALIGN = 64  # torch/csrc/serialize: kFieldAlignment; what lets torch.load(mmap=True) hand out aligned tensors
+_LOCAL = struct.Struct("<4sHHHHHIIIHH")
+_CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
+_END64 = struct.Struct("<4sQHHIIQQQQ")
+_LOCATOR64 = struct.Struct("<4sIQI")
+_END = struct.Struct("<4sHHHHIIH")
+_ZIP64_ID, _PADDING_ID = 1, 0x4246  # "FB", torch's own padding field
+_DATE_1980 = 0x21                   # no clock in the file: the same input gives the same bytes
+_MAX32, _MAX16 = 0xFFFFFFFF, 0xFFFF
+
+
+class Container:
+    """Writes entries through `write(offset, buffers)`; offsets only grow, so an append-only target works too."""
+
+    def __init__(self, write: Callable[[int, Sequence], None], root: str = "archive"):
+        self._write, self._root = write, root
+        self._end = 0
+        self._entries: list[tuple[bytes, int, int, int]] = []  # name, local header offset, bytes, crc
+
+    def add(self, name: str, parts: Sequence) -> int:
+        """Append the entry `root/name` made of buffers that follow one another; returns where its data starts."""
+        parts = [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes]
+        size, crc = sum(part.nbytes for part in parts), 0
+        for part in parts:
+            crc = crc32(part, crc)
+        path = f"{self._root}/{name}".encode()
+        extra = struct.pack("<HHQQ", _ZIP64_ID, 16, size, size) if size >= _MAX32 else b""
+        padding = -(self._end + _LOCAL.size + len(path) + len(extra) + 4) % ALIGN
+        extra += struct.pack("<HH", _PADDING_ID, padding) + b"Z" * padding
+        size32 = min(size, _MAX32)
+        header = _LOCAL.pack(b"PK\3\4", 45 if size >= _MAX32 else 20, 1 << 11, 0, 0, _DATE_1980, crc, size32, size32,
+                             len(path), len(extra)) + path + extra
+        self._write(self._end, [header, *parts])
+        self._entries.append((path, self._end, size, crc))
+        start = self._end + len(header)
+        self._end = start + size
+        return start
+
+    def close(self) -> int:
+        """Append the directory; returns the size of the whole file."""
+        directory = []
+        for path, offset, size, crc in self._entries:
+            wide = [value for value in (*((size, size) if size >= _MAX32 else ()), *((offset,) if offset >= _MAX32 else ()))]
+            extra = struct.pack(f"<HH{len(wide)}Q", _ZIP64_ID, 8 * len(wide), *wide) if wide else b""
+            version = 45 if wide else 20
+            directory.append(_CENTRAL.pack(b"PK\1\2", version, version, 1 << 11, 0, 0, _DATE_1980, crc, min(size, _MAX32),
+                                           min(size, _MAX32), len(path), len(extra), 0, 0, 0, 0, min(offset, _MAX32)) + path + extra)
+        start, size, count = self._end, sum(map(len, directory)), len(directory)
+        tail = directory
+        if start >= _MAX32 or size >= _MAX32 or count >= _MAX16:
+            tail += [_END64.pack(b"PK\6\6", _END64.size - 12, 45, 45, 0, 0, count, count, size, start),
+                     _LOCATOR64.pack(b"PK\6\7", 0, start + size, 1)]
+        tail += [_END.pack(b"PK\5\6", 0, 0, min(count, _MAX16), min(count, _MAX16), min(size, _MAX32), min(start, _MAX32), 0)]
+        self._write(start, [b"".join(tail)])
+        self._end = start + sum(map(len, tail))
+        return self._end

@@ -1,0 +1,63 @@
+"""`unpack`: what a compressed storage in a file calls to become a storage again. Its name and arguments are part of the format.
+
+A pickle says `unpack(payload, meta)`: `payload` is an ordinary uint8 storage of the zip, put by torch.load where `map_location`
+says; `meta` is plain ints and strings. So any torch.load decodes, on the device where the tensor will live.
+"""
+from __future__ import annotations
+
+import torch
+
+from .. import __version__
+from ..encoding import transforms
+from ..errors import DsNvcompError, HeaderError, UnsupportedVersionError
+from ..pipeline import decode_payload, parse_payload
+
+META_VERSION = 1
+
+
+def describe(dtype: torch.dtype, nbytes: int, name: str) -> dict:
+    """The `meta` of a storage span: `nbytes` decoded bytes of `dtype`; `name` is where in the object it was first met."""
+    return {"version": META_VERSION, "dtype": str(dtype).removeprefix("torch."), "bytes": nbytes, "name": name,
+            "by": f"ds_nvcomp {__version__}"}
+
+
+def unpack(payload: torch.storage.TypedStorage, meta: dict) -> torch.storage.TypedStorage:
+    """Decode `payload` (uint8) to a storage of `meta["bytes"]` bytes of `meta["dtype"]` on the payload's device.
+
+    Raises a `FormatError` for damaged or hostile bytes, `CodecUnavailableError` where the codec cannot run.
+    """
+    name = meta.get("name") if isinstance(meta, dict) else None
+    try:
+        dtype, nbytes = _validate(meta)
+        stored = payload._untyped_storage
+        if stored.device.type == "meta":  # torch.load(map_location="meta"): shapes only
+            decoded = torch.UntypedStorage(nbytes, device="meta")
+        else:
+            data = torch.empty(0, dtype=torch.uint8, device=stored.device).set_(stored, 0, (stored.nbytes(),), (1,))
+            parsed = parse_payload(data)
+            header = parsed[0]
+            if header.raw_bytes != nbytes or header.transform is not transforms.for_dtype(meta["dtype"]):
+                raise HeaderError(f"The payload holds {header.raw_bytes} bytes by {header.transform.name}, the pickle expects "
+                                  f"{nbytes} bytes of {meta['dtype']}. The file is damaged; restore it from a copy.")
+            decoded = decode_payload(data, parsed).untyped_storage()
+        return torch.storage.TypedStorage(wrap_storage=decoded, dtype=dtype, _internal=True)
+    except DsNvcompError as err:
+        raise err.at(tensor=name)
+
+
+unpack.__module__ = "ds_nvcomp.archive"  # the name in the files, whatever becomes of this module
+
+
+def _validate(meta) -> tuple[torch.dtype, int]:
+    if not isinstance(meta, dict) or not isinstance(meta.get("version"), int):
+        raise HeaderError(f"A compressed storage comes with a description, found {meta!r}. The file is damaged.")
+    if meta["version"] != META_VERSION:
+        raise UnsupportedVersionError(f"The storage is described in version {meta['version']}; this ds_nvcomp reads version "
+                                      f"{META_VERSION}. Install a ds_nvcomp that is at least as new as the one that wrote it.")
+    dtype, nbytes = getattr(torch, str(meta.get("dtype")), None), meta.get("bytes")
+    if not isinstance(dtype, torch.dtype):
+        raise UnsupportedVersionError(f"The storage is of dtype {meta.get('dtype')!r}, which torch {torch.__version__} does not "
+                                      "have. Install a newer torch.")
+    if not isinstance(nbytes, int) or nbytes <= 0 or nbytes % dtype.itemsize:
+        raise HeaderError(f"The storage is described as {nbytes!r} bytes of {meta['dtype']}. The file is damaged.")
+    return dtype, nbytes

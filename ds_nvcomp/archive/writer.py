@@ -1,0 +1,114 @@
+"""`save`: torch.save's contract, compressed."""
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.serialization import location_tag
+
+from ..config import Config
+from ..encoding import transforms
+from ..pipeline import Source, encode
+from . import files, pickler
+from .container import Container
+from .storage import describe
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """`raw_bytes` are the tensor bytes that were saved, `stored_bytes` the size of the file."""
+    raw_bytes: int
+    stored_bytes: int
+    seconds: float
+
+    @property
+    def ratio(self) -> float:
+        return self.stored_bytes / self.raw_bytes if self.raw_bytes else 1.0
+
+
+def save(obj, f, config=None, *, pickle_protocol: int = 2, progress=None) -> SaveReport:
+    """Save `obj` as `torch.save(obj, f)` would, with tensor storages compressed; plain `torch.load` opens the file.
+
+    `f` is a path or a binary file object; a path is replaced only when the new file is whole (and durable, unless the
+    configuration says otherwise). `config` is a `Config` or a mapping of its keys; `progress(raw_bytes)` is called as work is done.
+    Raises `ConfigError`, `CodecUnavailableError`, `EncodeError` and the operating system's own errors; then `f` is as it was.
+    """
+    config = Config.of(config)
+    if isinstance(f, (str, os.PathLike)):
+        path = Path(f)
+        part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+        try:
+            report = write(obj, part, config, root=path.stem, pickle_protocol=pickle_protocol, progress=progress)
+            os.replace(part, path)
+            if config.fsync:
+                files.sync_directory(path.parent)
+        finally:
+            part.unlink(missing_ok=True)
+        return report
+    return _write(obj, lambda offset, buffers: [f.write(buffer) for buffer in buffers], config, "archive", pickle_protocol, progress)
+
+
+def write(obj, path, config: Config, *, root: str, pickle_protocol: int = 2, progress=None) -> SaveReport:
+    """Write the archive straight to `path`, truncating what is there; durable when this returns if `config.fsync`."""
+    with files.Writer(path, fsync=config.fsync) as file:
+        return _write(obj, file.write_at, config, root, pickle_protocol, progress)
+
+
+def _write(obj, write_at, config, root, protocol, progress):
+    began = time.perf_counter()
+    spans = pickler.collect(obj)
+    worth = {key: span for key, span in spans.items() if span.nbytes >= config.min_bytes}
+    sources = [Source(span.data, transforms.for_dtype(_dtype_name(span.dtype)), span.name) for span in worth.values()]
+    payloads = dict(zip(worth, encode(sources, config, progress or (lambda raw_bytes: None))))
+
+    zipped = Container(write_at, root)
+    records: dict[str, list] = {}
+    entries: dict[int, pickler.Entry] = {}
+    plain_keys: dict[int, str] = {}
+    keep = []  # storages met in the second pass only stay alive, so that their identity is not reused
+
+    def plain(storage):
+        if storage._cdata not in plain_keys:
+            plain_keys[storage._cdata] = str(len(records))
+            records[plain_keys[storage._cdata]] = [_host_bytes(storage)]
+            keep.append(storage)
+        return plain_keys[storage._cdata]
+
+    for key, span in spans.items():
+        payload = payloads.get(key)
+        entry = pickler.Entry(str(len(records)), span.dtype, span.nbytes, location_tag(span.storage), span.start)
+        if payload is not None and payload.nbytes < span.nbytes:
+            entry.nbytes, entry.meta = payload.nbytes, describe(span.dtype, span.nbytes, span.name)
+            records[entry.key] = payload.parts
+        else:
+            records[entry.key] = [span]
+        entries[key] = entry
+
+    data = pickler.dump(obj, protocol, entries, plain)
+    for name, text in ((".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", b"little")):
+        zipped.add(name, [text])
+    for key, parts in records.items():
+        zipped.add(f"data/{key}", [_host_bytes(part) if isinstance(part, pickler.Span) else part for part in parts])
+    zipped.add("data.pkl", [data])
+    zipped.add("version", [b"3\n"])
+    stored = zipped.close()
+    raw = sum(span.nbytes for span in spans.values()) + sum(storage.nbytes() for storage in keep)
+    return SaveReport(raw, stored, time.perf_counter() - began)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _host_bytes(storage):
+    """The bytes of a storage or span as a buffer on the host."""
+    if isinstance(storage, pickler.Span):
+        data = storage.data
+    else:
+        data = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        data = data.set_(storage, 0, (storage.nbytes(),), (1,)) if storage.nbytes() else data
+    return data.cpu().numpy()

@@ -1,0 +1,102 @@
+"""Launches kernels.cu through CuPy, the only file that imports it. Buffers are torch tensors, so that one allocator serves both."""
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+import cupy
+import numpy as np
+import torch
+
+from .transforms import Transform
+
+THREADS = 256
+_GROUP = 16
+
+
+@lru_cache(maxsize=None)
+def _module(device: int) -> cupy.RawModule:
+    with cupy.cuda.Device(device):
+        module = cupy.RawModule(code=Path(__file__).with_name("kernels.cu").read_text(), options=("-std=c++17",))
+        module.compile()
+        return module
+
+
+def _launch(name: str, grid, tensors_and_scalars, stream: torch.cuda.Stream) -> None:
+    device = stream.device.index
+    args = tuple(np.uint64(a.data_ptr()) if isinstance(a, torch.Tensor) else a for a in tensors_and_scalars)
+    with cupy.cuda.Device(device), cupy.cuda.ExternalStream(stream.cuda_stream, device):
+        _kernel(name, device)(grid, (THREADS,), args)
+
+
+@lru_cache(maxsize=None)
+def _kernel(name: str, device: int):
+    return _module(device).get_function(name)
+
+
+def _chunk_grid(chunk_elements: int, chunks: int):
+    return -(-chunk_elements // (THREADS * _GROUP)), chunks
+
+
+def split(transform: Transform, stream, chunk_elements: int, src, elements, slots, slot_stride: int, flags) -> None:
+    """First planes of the chunks at addresses `src` (uint64 [n]) with `elements` (int32 [n]) to `slots` (uint8, a stride apart).
+
+    `flags` (int32 [3, n], zeroed) gets the OR of each plane's bytes.
+    """
+    chunks = len(src)
+    _launch(f"split_{transform.name}", _chunk_grid(chunk_elements, chunks),
+            (src, elements, slots, np.uint64(slot_stride), flags, np.uint32(chunks)), stream)
+
+
+def pack(transform: Transform, stream, chunk_elements: int, src, elements, raw, raw_stride: int, coded, coded_stride: int, modes,
+         offsets, sizes, out) -> None:
+    """Pieces to `out`: `modes` uint8, `offsets` int64, `sizes` int32, each [planes, n]; the padding behind pieces is zeroed."""
+    chunks, pieces = len(src), modes.numel()
+    _launch("clear_tails", (-(-pieces // THREADS),), (out, offsets, sizes, np.uint32(pieces)), stream)
+    _launch(f"pack_{transform.name}", _chunk_grid(chunk_elements, chunks),
+            (src, elements, raw, np.uint64(raw_stride), coded, np.uint64(coded_stride), modes, offsets, sizes, out,
+             np.uint32(chunks)), stream)
+
+
+def merge(transform: Transform, stream, chunk_elements: int, data, elements, slots, slot_stride: int, modes, offsets, out) -> None:
+    """Inverse of split and pack: chunks to `out`, one after the other; `offsets` count from the start of `data`."""
+    chunks = len(elements)
+    _launch(f"merge_{transform.name}", _chunk_grid(chunk_elements, chunks),
+            (data, elements, slots, np.uint64(slot_stride), modes, offsets, out, np.uint64(chunk_elements * transform.width),
+             np.uint32(chunks)), stream)
+
+
+def compare(stream, a, a_stride: int, b, b_stride: int, sizes, largest: int, differ) -> None:
+    """`differ` (int32 [n], zeroed) becomes 1 where the first `sizes` bytes (at most `largest`) of two slots are not the same."""
+    _launch("compare", (-(-largest // (THREADS * 16)), len(sizes)),
+            (a, np.uint64(a_stride), b, np.uint64(b_stride), sizes, differ), stream)
+
+
+def checksum(stream, data, offsets, lengths, crc) -> None:
+    """CRC-32 of each `data[offset : offset + length]` (int64 [n], multiples of 16) to `crc` (int32 [n], bits of a uint32)."""
+    steps, finals = _crc_tables(stream.device.index)
+    _launch("checksum", (len(offsets),), (data, offsets, lengths, steps, finals, crc), stream)
+
+
+@lru_cache(maxsize=None)
+def _crc_tables(device: int):
+    """Multiplication by x^(32 * THREADS), byte by byte, and x^(32 * (THREADS - t)) for each thread t; reflected, mod CRC-32's P."""
+    def times_x(a):
+        return a >> 1 ^ (0xEDB88320 if a & 1 else 0)
+
+    power, powers = 1 << 31, []           # x^0
+    for _ in range(THREADS):
+        for _ in range(32):
+            power = times_x(power)
+        powers.append(power)              # x^(32 * (i + 1))
+    step = [powers[-1]]                   # step[i] = x^i * x^(32 * THREADS): what bit 31 - i of a reflected word becomes
+    for _ in range(31):
+        step.append(times_x(step[-1]))
+    table = np.zeros((4, 256), np.uint32)
+    for byte in range(4):
+        for bit in range(8):
+            for value in range(256):
+                if value >> bit & 1:
+                    table[byte, value] ^= np.uint32(step[31 - (8 * byte + bit)])
+    as_tensor = lambda array: torch.from_numpy(array.view(np.int32)).to(f"cuda:{device}")  # noqa: E731
+    return as_tensor(table), as_tensor(np.array(powers[::-1], np.uint32))

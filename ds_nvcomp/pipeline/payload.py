@@ -1,0 +1,43 @@
+"""What goes into and comes out of a pipeline."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Sequence
+
+from ..encoding import format
+from ..encoding.codecs import CodecId
+from ..encoding.transforms import Transform
+
+
+@dataclass(frozen=True)
+class Source:
+    """Bytes to encode: `data` is a uint8 [bytes] torch tensor on any device, a whole number of the transform's elements."""
+    data: "torch.Tensor"  # noqa: F821
+    transform: Transform
+    name: str = ""
+
+    @property
+    def elements(self) -> int:
+        return self.data.numel() // self.transform.width
+
+
+@dataclass(frozen=True)
+class Payload:
+    """An encoded storage: buffers on the host that follow one another in the file."""
+    header: format.Header
+    table: format.Table
+    parts: Sequence
+
+    @property
+    def nbytes(self) -> int:
+        return self.header.data_start + self.header.data_bytes
+
+    @classmethod
+    def assemble(cls, source: Source, codec: CodecId, chunk_elements: int, table: format.Table, data: Sequence) -> "Payload":
+        header = format.Header(source.transform, codec.number, codec.revision, chunk_elements, source.elements,
+                               int(table.chunk_bytes.sum()))
+        return cls(header, table, [format.preamble(header, table), *data])
+
+
+def chunk_elements(transform: Transform, codec: CodecId, chunk_bytes: int) -> int:
+    return transform.chunk_elements(chunk_bytes or codec.chunk_bytes)
