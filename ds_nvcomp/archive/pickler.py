@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from bisect import bisect_right
 from dataclasses import dataclass
 
 import torch
@@ -66,22 +67,19 @@ class _Placeholder:
 
 
 class _Collector(_Pickler):
-    def __init__(self, names):
+    def __init__(self):
         super().__init__(_Null(), protocol=2)
         self.protocol = 2
-        self.names, self.spans, self.whole, self.dtypes = names, {}, set(), {}
+        self.storages, self.ranges, self.whole, self.dtypes = {}, {}, set(), {}
 
     def storage(self, tensor, typed, offset):
         storage = typed._untyped_storage
         one_dtype(self.dtypes, storage, tensor.dtype)
-        size = tensor.element_size()
-        span = self.spans.get(storage._cdata)
-        if span is None:
-            span = Span(storage, tensor.dtype, self.names.get(storage._cdata, ""), storage.nbytes(), 0)
-            self.spans[storage._cdata] = span
+        self.storages[storage._cdata] = storage, tensor.dtype
         if tensor.numel():
             last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
-            span.start, span.stop = min(span.start, offset * size), max(span.stop, (offset + last + 1) * size)
+            size = tensor.element_size()
+            self.ranges.setdefault(storage._cdata, []).append((offset * size, (offset + last + 1) * size))
         return _Placeholder(), 0
 
     def persistent_id(self, obj):
@@ -93,11 +91,41 @@ class _Collector(_Pickler):
         return "storage"
 
 
-def collect(obj) -> dict[int, Span]:
-    """The storages under the plain tensors of `obj`, by their identity, with the span that is used of each."""
-    collector = _Collector(_names(obj))
+# Flat buffers pad between tensors for alignment. Wider gaps are other tensors, that this object does not save: an expert's file
+# must not carry its neighbours.
+GAP = 4096
+
+
+@dataclass
+class Plan:
+    """What `collect` found: the spans of each storage, in order of their bytes. It keeps the storages alive, so that no identity is reused."""
+    storages: dict[int, tuple[torch.UntypedStorage, torch.dtype]]
+    spans: dict[int, list[Span]]
+
+    def all_spans(self) -> list[Span]:
+        return [span for spans in self.spans.values() for span in spans]
+
+
+def collect(obj) -> Plan:
+    """Find the storages under the plain tensors of `obj` and the spans of them that are used.
+
+    Tensors that overlap, and so may share memory, are in one span.
+    """
+    collector = _Collector()
     collector.dump(obj)
-    return {key: span for key, span in collector.spans.items() if key not in collector.whole and span.stop > span.start}
+    names = _names(obj)
+    spans = {}
+    for key, ranges in collector.ranges.items():
+        if key in collector.whole:
+            continue
+        storage, dtype = collector.storages[key]
+        merged = spans[key] = []
+        for start, stop in sorted(ranges):
+            if merged and start <= merged[-1].stop + GAP:
+                merged[-1].stop = max(merged[-1].stop, stop)
+            else:
+                merged.append(Span(storage, dtype, names.get((key, start), ""), start, stop))
+    return Plan(collector.storages, spans)
 
 
 @dataclass
@@ -127,11 +155,13 @@ class _Writer(_Pickler):
         self.protocol, self.entries, self.plain, self.dtypes = protocol, entries, plain, {}
 
     def storage(self, tensor, typed, offset):
-        entry = self.entries.get(typed._untyped_storage._cdata)
-        if entry is None:
+        entries = self.entries.get(typed._untyped_storage._cdata)
+        if entries is None:
             return typed, offset
-        start = entry.start // tensor.element_size()
-        return entry, offset - start if tensor.numel() else 0
+        size = tensor.element_size()
+        # An empty tensor has no bytes of its own: any storage of its dtype will do.
+        at = max(0, bisect_right(entries, offset * size, key=lambda entry: entry.start) - 1) if tensor.numel() else 0
+        return entries[at], offset - entries[at].start // size if tensor.numel() else 0
 
     def persistent_id(self, obj):
         if type(obj) is _Record:
@@ -154,8 +184,9 @@ class _Writer(_Pickler):
         return "storage", kind, self.plain(storage), location_tag(storage), numel
 
 
-def dump(obj, protocol: int, entries: dict[int, Entry], plain) -> bytes:
-    """The pickle of `obj` with the storages in `entries` in place; `plain(storage)` gives the record key of any other."""
+def dump(obj, protocol: int, entries: dict[int, list[Entry]], plain) -> bytes:
+    """The pickle of `obj` with the spans of storages in `entries` in place, ordered as in the plan; `plain(storage)` gives the record
+    key of any other storage."""
     file = io.BytesIO()
     _Writer(file, protocol, entries, plain).dump(obj)
     return file.getvalue()
@@ -167,15 +198,15 @@ def one_dtype(dtypes: dict[int, torch.dtype], storage, dtype) -> None:
         raise RuntimeError("Cannot save multiple tensors or storages that view the same data as different types")
 
 
-def _names(obj) -> dict[int, str]:
-    """Where each storage is first met among dicts, lists and tuples, such as `optimizer_state_dict.state.0.exp_avg`."""
+def _names(obj) -> dict[tuple[int, int], str]:
+    """Where the tensor at each storage and byte is first met among dicts, lists and tuples: `optimizer_state_dict.state.0.exp_avg`."""
     names, seen = {}, set()
     stack = [("", obj)]
     while stack:
         path, value = stack.pop()
         if isinstance(value, torch.Tensor):
             try:
-                names.setdefault(value.untyped_storage()._cdata, path)
+                names.setdefault((value.untyped_storage()._cdata, value.storage_offset() * value.element_size()), path)
             except (NotImplementedError, RuntimeError):  # sparse and functional tensors have none
                 pass
         elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:

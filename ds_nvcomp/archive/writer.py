@@ -60,14 +60,14 @@ def write(obj, path, config: Config, *, root: str, pickle_protocol: int = 2, pro
 
 def _write(obj, write_at, config, root, protocol, progress):
     began = time.perf_counter()
-    spans = pickler.collect(obj)
-    worth = {key: span for key, span in spans.items() if span.nbytes >= config.min_bytes}
-    sources = [Source(span.data, transforms.for_dtype(_dtype_name(span.dtype)), span.name) for span in worth.values()]
-    payloads = dict(zip(worth, encode(sources, config, progress or (lambda raw_bytes: None))))
+    plan = pickler.collect(obj)
+    worth = [span for span in plan.all_spans() if span.nbytes >= config.min_bytes]
+    sources = [Source(span.data, transforms.for_dtype(_dtype_name(span.dtype)), span.name) for span in worth]
+    payloads = dict(zip(map(id, worth), encode(sources, config, progress or (lambda raw_bytes: None))))
 
     zipped = Container(write_at, root)
     records: dict[str, list] = {}
-    entries: dict[int, pickler.Entry] = {}
+    entries: dict[int, list[pickler.Entry]] = {}
     plain_keys: dict[int, str] = {}
     keep = []  # storages met in the second pass only stay alive, so that their identity is not reused
 
@@ -78,15 +78,17 @@ def _write(obj, write_at, config, root, protocol, progress):
             keep.append(storage)
         return plain_keys[storage._cdata]
 
-    for key, span in spans.items():
-        payload = payloads.get(key)
-        entry = pickler.Entry(str(len(records)), span.dtype, span.nbytes, location_tag(span.storage), span.start)
-        if payload is not None and payload.nbytes < span.nbytes:
-            entry.nbytes, entry.meta = payload.nbytes, describe(span.dtype, span.nbytes, span.name)
-            records[entry.key] = payload.parts
-        else:
-            records[entry.key] = [span]
-        entries[key] = entry
+    for key, spans in plan.spans.items():
+        entries[key] = []
+        for span in spans:
+            payload = payloads.get(id(span))
+            entry = pickler.Entry(str(len(records)), span.dtype, span.nbytes, location_tag(span.storage), span.start)
+            if payload is not None and payload.nbytes < span.nbytes:
+                entry.nbytes, entry.meta = payload.nbytes, describe(span.dtype, span.nbytes, span.name)
+                records[entry.key] = payload.parts
+            else:
+                records[entry.key] = [span]
+            entries[key].append(entry)
 
     data = pickler.dump(obj, protocol, entries, plain)
     for name, text in ((".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", b"little")):
@@ -96,7 +98,7 @@ def _write(obj, write_at, config, root, protocol, progress):
     zipped.add("data.pkl", [data])
     zipped.add("version", [b"3\n"])
     stored = zipped.close()
-    raw = sum(span.nbytes for span in spans.values()) + sum(storage.nbytes() for storage in keep)
+    raw = sum(span.nbytes for span in plan.all_spans()) + sum(storage.nbytes() for storage in keep)
     return SaveReport(raw, stored, time.perf_counter() - began)
 
 

@@ -62,9 +62,9 @@ __device__ void or_flags(u32 a, u32 b, u32 c, u32* flags, u32 stride) {
   if (threadIdx.x < 3) sum[threadIdx.x] = 0;
   __syncthreads();
   for (int d = 16; d; d >>= 1) {
-    a |= __shfl_xor_sync(~0u, a, d);
-    b |= __shfl_xor_sync(~0u, b, d);
-    c |= __shfl_xor_sync(~0u, c, d);
+    a |= __shfl_xor_sync(0xffffffffu, a, d);
+    b |= __shfl_xor_sync(0xffffffffu, b, d);
+    c |= __shfl_xor_sync(0xffffffffu, c, d);
   }
   if (threadIdx.x % 32 == 0) {
     if (a) atomicOr(&sum[0], a);
@@ -306,10 +306,10 @@ extern "C" __global__ void checksum(const u8* data, const u64* offsets, const u6
 #pragma unroll 4
   for (u64 j = t; j < count + pad; j += T) {
     s = table[s & 255] ^ table[256 + (s >> 8 & 255)] ^ table[512 + (s >> 16 & 255)] ^ table[768 + (s >> 24)];
-    if (j >= pad) s ^= words[j - pad] ^ (j == pad ? ~0u : 0);
+    if (j >= pad) s ^= words[j - pad] ^ (j == pad ? 0xffffffffu : 0u);
   }
   s = multiply(s, finals[t]);
-  for (int d = 16; d; d >>= 1) s ^= __shfl_xor_sync(~0u, s, d);
+  for (int d = 16; d; d >>= 1) s ^= __shfl_xor_sync(0xffffffffu, s, d);
   if (t % 32 == 0) atomicXor(&sum, s);
   __syncthreads();
   if (t == 0) crc[c] = count ? ~sum : 0;

@@ -25,8 +25,24 @@ def _module(device: int) -> cupy.RawModule:
 def _launch(name: str, grid, tensors_and_scalars, stream: torch.cuda.Stream) -> None:
     device = stream.device.index
     args = tuple(np.uint64(a.data_ptr()) if isinstance(a, torch.Tensor) else a for a in tensors_and_scalars)
-    with cupy.cuda.Device(device), cupy.cuda.ExternalStream(stream.cuda_stream, device):
+    with cupy.cuda.Device(device), _borrow(stream):
         _kernel(name, device)(grid, (THREADS,), args)
+
+
+class _Borrowed:
+    """A torch stream under the CUDA stream protocol, which older torch versions do not speak themselves."""
+
+    def __init__(self, stream):
+        self._pointer = stream.cuda_stream
+
+    def __cuda_stream__(self):
+        return 0, self._pointer
+
+
+def _borrow(stream):
+    if hasattr(cupy.cuda.Stream, "from_external"):
+        return cupy.cuda.Stream.from_external(_Borrowed(stream))
+    return cupy.cuda.ExternalStream(stream.cuda_stream, stream.device.index)  # CuPy < 14
 
 
 @lru_cache(maxsize=None)

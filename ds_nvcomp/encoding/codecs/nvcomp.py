@@ -1,0 +1,79 @@
+"""Every codec id on the GPU, by nvCOMP 6's Python API; the only file that imports it.
+
+Batches are carved out of one buffer at fixed strides, so a tile costs a handful of Python calls however many chunks it has. Raw
+bitstreams only: sizes, checksums and the rest are FORMAT.md's business.
+"""
+from __future__ import annotations
+
+import threading
+
+import torch
+from nvidia import nvcomp
+
+from ...errors import CodecUnavailableError
+from . import CodecId
+
+if not hasattr(nvcomp, "as_arrays"):
+    raise CodecUnavailableError("ds_nvcomp needs nvCOMP 6 (nvidia-nvcomp-cu12 or -cu13 >= 6, < 7); the one installed is older.")
+
+# Entropy coding alone for exponents: on them matches cost time and bytes. Other bytes get the fast match finder.
+_OPTIONS = {
+    "Deflate": lambda exponents: dict(algorithm_type=0 if exponents else 1),
+    "GDeflate": lambda exponents: dict(algorithm_type=0 if exponents else 1),
+    "ANS": lambda exponents: dict(data_type="|u1"),
+    "LZ4": lambda exponents: dict(data_type="|u1"),
+    "Bitcomp": lambda exponents: dict(data_type="|u1"),
+    "Cascaded": lambda exponents: dict(data_type="|u1"),
+}
+
+
+class Batch:
+    """Coded chunks in slots, a stride apart; `sizes()` waits for the coder."""
+
+    def __init__(self, arrays):
+        self._arrays = arrays
+
+    def sizes(self) -> list[int]:
+        return self._arrays.buffer_sizes
+
+
+class GpuCodec:
+    """A codec bound to one stream; calls are asynchronous on it. Raises whatever nvCOMP raises."""
+
+    def __init__(self, codec: CodecId, chunk_bytes: int, stream: torch.cuda.Stream, *, exponents: bool):
+        self._stream = stream.cuda_stream
+        self._codec = nvcomp.Codec(algorithm=codec.nvcomp, device_id=stream.device.index, cuda_stream=stream.cuda_stream,
+                                   uncomp_chunk_size=chunk_bytes, bitstream_kind=nvcomp.BitstreamKind.RAW,
+                                   **_OPTIONS.get(codec.nvcomp, lambda exponents: {})(exponents))
+
+    def slot_bytes(self, raw: torch.Tensor) -> int:
+        """What a slot must hold for a chunk like `raw` (uint8), a multiple of 16: nvCOMP's bound, with the room that it asks for."""
+        bound = self._codec.get_max_comp_buffer_size(nvcomp.as_array(raw, cuda_stream=self._stream))
+        return -(-(bound + 4096) // 256) * 256
+
+    def encode(self, raw: torch.Tensor, raw_stride: int, sizes: list[int], slots: torch.Tensor, slot_bytes: int) -> Batch:
+        """Code `sizes` bytes at each stride of `raw` into the slots."""
+        starts = range(len(sizes))
+        out = nvcomp.as_arrays(slots, [i * slot_bytes for i in starts], [slot_bytes] * len(sizes), cuda_stream=self._stream)
+        source = nvcomp.as_arrays(raw, [i * raw_stride for i in starts], sizes, cuda_stream=self._stream)
+        return Batch(self._codec.encode(source, out=out))
+
+    def decode(self, data: torch.Tensor, offsets: list[int], sizes: list[int], out: torch.Tensor, out_offsets: list[int],
+               raw_sizes: list[int]) -> Batch:
+        """Decode pieces of `data` to their places in `out`; `Batch.sizes()` then are the decoded sizes."""
+        config = self._codec.decompression_config(self._codec.compression_config(raw_sizes))  # or nvCOMP walks every stream for it
+        target = nvcomp.as_arrays(out, out_offsets, raw_sizes, cuda_stream=self._stream)
+        source = nvcomp.as_arrays(data, offsets, sizes, cuda_stream=self._stream)
+        return Batch(self._codec.decode(source, out=target, decompression_config=config))
+
+
+_local = threading.local()
+
+
+def codec_for(codec: CodecId, chunk_bytes: int, stream: torch.cuda.Stream, *, exponents: bool) -> GpuCodec:
+    """A `GpuCodec` for this thread, stream and setting, made once: making one costs milliseconds."""
+    cache = _local.__dict__.setdefault("codecs", {})
+    key = codec.name, chunk_bytes, stream.cuda_stream, stream.device.index, exponents
+    if key not in cache:
+        cache[key] = GpuCodec(codec, chunk_bytes, stream, exponents=exponents)
+    return cache[key]
