@@ -1,0 +1,211 @@
+"""A decoder of payloads that follows FORMAT.md, section by section, and shares nothing with the implementation.
+
+It is slow and plain on purpose: what it and the implementation agree on is in the document. Only `struct`, `zlib` and NumPy are needed for
+codecs none and deflate; zstd, lz4 and snappy are read through `zstandard` and `cramjam` where they are installed. Usable by hand:
+
+    unzip -p checkpoint.pt 'checkpoint/data/0' | python reference_decoder.py > storage.bin
+"""
+import struct
+import sys
+import zlib
+
+import numpy as np
+
+
+class Refused(ValueError):
+    """The payload is not what FORMAT.md says; `step` is the row of its section 8."""
+
+    def __init__(self, step, why):
+        super().__init__(f"step {step}: {why}")
+        self.step = step
+
+
+class NotSupportedHere(Exception):
+    """The payload is sound, but this decoder lacks what its codec needs."""
+
+
+# Section 4: id -> bytes an element, and planes as (bits, codable, signed).
+TRANSFORMS = {
+    0: (1, [(8, True, False)]),
+    1: (1, [(4, True, False), (4, False, True)]),
+    2: (2, [(8, True, False), (8, False, True)]),
+    3: (4, [(8, True, False), (8, False, True), (16, False, False)]),
+    4: (8, [(8, True, False), (8, False, True), (48, False, False)]),
+}
+# Section 6: (id, revision).
+CODECS = {(0, 0): "none", (1, 0): "deflate", (2, 0): "zstd", (3, 0): "lz4", (4, 0): "snappy",
+          (16, 6): "ans", (17, 6): "gdeflate", (18, 6): "bitcomp", (19, 6): "cascaded"}
+ZERO, RAW, CODED, UNSIGNED = range(4)
+
+
+def align16(n):
+    return (n + 15) // 16 * 16
+
+
+def packed(elements, bits):
+    return (elements * bits + 7) // 8
+
+
+def decode(payload) -> bytes:
+    """The storage's bytes. Raises `Refused` or `NotSupportedHere`."""
+    payload = bytes(payload)
+    size = len(payload)
+
+    # Section 3.1, in the order of section 8.
+    if size < 64:
+        raise Refused(1, "no room for a header")
+    if payload[0:8] != b"DSNVCOMP":
+        raise Refused(2, "magic")
+    version, features, transform, codec, revision, planes = struct.unpack_from("<HHBBBB", payload, 8)
+    chunk_elements, = struct.unpack_from("<I", payload, 16)
+    elements, chunks, data_bytes = struct.unpack_from("<QQQ", payload, 24)
+    table_crc, header_crc = struct.unpack_from("<II", payload, 56)
+    if version != 1:
+        raise Refused(3, "version")
+    if zlib.crc32(payload[0:60]) != header_crc:
+        raise Refused(4, "header checksum")
+    if features != 0:
+        raise Refused(5, "features")
+    if transform not in TRANSFORMS:
+        raise Refused(6, "transform")
+    width, layout = TRANSFORMS[transform]
+    if planes != len(layout):
+        raise Refused(7, "planes")
+    if chunk_elements == 0 or chunk_elements > 2**21 or chunk_elements % 16 != 0:
+        raise Refused(8, "elements per chunk")
+    if chunks != (elements + chunk_elements - 1) // chunk_elements:
+        raise Refused(9, "chunks")
+    table_bytes = chunks * (4 + 5 * planes)
+    data_start = align16(64 + table_bytes)
+    if data_start + data_bytes > size:
+        raise Refused(10, "cut off")
+    if data_start + data_bytes < size:
+        raise Refused(11, "bytes behind the payload")
+    if (codec, revision) not in CODECS:
+        raise Refused(12, "codec")
+    codec = CODECS[codec, revision]
+
+    # Section 3.2.
+    if zlib.crc32(payload[64:64 + table_bytes]) != table_crc:
+        raise Refused(13, "table checksum")
+    if payload[64 + table_bytes:data_start].strip(b"\0"):
+        raise Refused(14, "padding behind the table")
+    crcs = struct.unpack_from(f"<{chunks}I", payload, 64)
+    sizes = struct.unpack_from(f"<{planes * chunks}I", payload, 64 + 4 * chunks)
+    modes = struct.unpack_from(f"<{planes * chunks}B", payload, 64 + 4 * chunks * (1 + planes))
+    total = 0
+    for c in range(chunks):
+        count = min(chunk_elements, elements - c * chunk_elements)
+        for p, (bits, codable, signed) in enumerate(layout):
+            piece_size, mode, raw = sizes[p * chunks + c], modes[p * chunks + c], packed(count, bits)
+            if not (mode == ZERO and piece_size == 0 or mode == RAW and piece_size == raw
+                    or mode == CODED and codable and 0 < piece_size < raw
+                    or mode == UNSIGNED and signed and piece_size == packed(count, bits - 1)):
+                raise Refused(15, f"mode {mode} with {piece_size} bytes")
+            total += align16(piece_size)
+    if total != data_bytes:
+        raise Refused(16, "sum of sizes")
+    if codec == "none" and CODED in modes:
+        raise Refused(17, "coded by no codec")
+    if CODED in modes:
+        stream_decoder(codec)  # step 19, before any chunk
+
+    # Section 3.3.
+    out, at = [], data_start
+    for c in range(chunks):
+        count = min(chunk_elements, elements - c * chunk_elements)
+        mine = [(sizes[p * chunks + c], modes[p * chunks + c]) for p in range(planes)]
+        end = at + sum(align16(piece_size) for piece_size, _ in mine)
+        if zlib.crc32(payload[at:end]) != crcs[c]:
+            raise Refused(20, f"checksum of chunk {c}")
+        values = []
+        for (piece_size, mode), (bits, _, _) in zip(mine, layout):
+            piece = payload[at:at + piece_size]
+            at += align16(piece_size)
+            values.append(plane_values(piece, mode, bits, count, codec))
+        out.append(merge(transform, values, width))
+    return b"".join(out)
+
+
+def plane_values(piece, mode, bits, count, codec):
+    """Section 5: a piece to one number an element (planes of up to 8 bits), or to rows of bytes (wider ones)."""
+    raw = packed(count, bits)
+    if mode == UNSIGNED:
+        return bit_stream(piece, bits - 1, count)
+    if mode == ZERO:
+        piece = bytes(raw)
+    elif mode == CODED:
+        try:
+            piece = stream_decoder(codec)(piece, raw)
+        except Exception as err:
+            raise Refused(21, f"{codec}: {err}") from err
+        if len(piece) != raw:
+            raise Refused(21, f"{codec}: {len(piece)} bytes for {raw}")
+    if bits > 8:
+        return np.frombuffer(piece, np.uint8).reshape(count, bits // 8)
+    return bit_stream(piece, bits, count)  # nibbles and whole bytes are such streams as well
+
+
+def bit_stream(data, bits, count):
+    """Bit k of element i is bit `bits * i + k` of the stream, which begins at the lowest bit of the first byte."""
+    stream = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")[:bits * count].reshape(count, bits)
+    return (stream.astype(np.uint8) << np.arange(bits, dtype=np.uint8)).sum(axis=1, dtype=np.uint8)
+
+
+def merge(transform, values, width):
+    """Section 4."""
+    if transform == 0:
+        return values[0].tobytes()
+    if transform == 1:
+        x, h = values
+        return ((h & 0x08) << 4 | x << 3 | h & 0x07).astype(np.uint8).tobytes()
+    x, h = values[0].astype(np.uint16), values[1].astype(np.uint16)
+    top = (h & 0x80) << 8 | x << 7 | h & 0x7f
+    element = np.empty((len(x), width), np.uint8)
+    element[:, width - 2], element[:, width - 1] = top & 0xff, top >> 8
+    if width > 2:
+        element[:, :width - 2] = values[2]
+    return element.tobytes()
+
+
+def stream_decoder(codec):
+    """Section 6: a function of (stream, raw bytes) for a codec."""
+    if codec == "deflate":
+        return inflate
+    try:
+        if codec == "zstd":
+            import zstandard
+            return lambda stream, raw: unzstd(zstandard, stream, raw)
+        if codec == "lz4":
+            import cramjam
+            return lambda stream, raw: bytes(cramjam.lz4.decompress_block(stream, output_len=raw))
+        if codec == "snappy":
+            import cramjam
+            return lambda stream, raw: unsnappy(cramjam, stream, raw)
+    except ImportError as err:
+        raise NotSupportedHere(f"codec {codec} needs the package {err.name}") from err
+    raise NotSupportedHere(f"codec {codec} has no decoder outside nvCOMP")
+
+
+def inflate(stream, raw):
+    decoder = zlib.decompressobj(wbits=-15)
+    out = decoder.decompress(stream, raw + 1)
+    if not decoder.eof or decoder.unused_data.strip(b"\0"):
+        raise ValueError("the stream does not end where the piece does")
+    return out
+
+
+def unzstd(zstandard, stream, raw):
+    if zstandard.frame_content_size(stream) != raw:
+        raise ValueError("content size")
+    return zstandard.ZstdDecompressor().decompress(stream, max_output_size=raw, allow_extra_data=False)
+
+
+def unsnappy(cramjam, stream, raw):
+    if cramjam.snappy.decompress_raw_len(stream) != raw:
+        raise ValueError("length in front")
+    return bytes(cramjam.snappy.decompress_raw(stream))
+
+
+if __name__ == "__main__":
+    sys.stdout.buffer.write(decode(sys.stdin.buffer.read()))
