@@ -1,0 +1,70 @@
+"""Switching ds_nvcomp on without an import in the training script.
+
+torch calls `autoload` at the end of `import torch` (entry point group torch.backends). It costs microseconds, imports nothing heavy,
+and never raises: a broken installation of ours must not break `import torch`. DS_NVCOMP_AUTOLOAD=0 switches it off.
+"""
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import os
+import sys
+import warnings
+
+_DEEPSPEED = "deepspeed.runtime.engine"
+
+
+def autoload() -> None:
+    """The entry point."""
+    if os.environ.get("DS_NVCOMP_AUTOLOAD", "1").lower() in ("0", "false", "off", "no"):
+        return
+    try:
+        install()
+    except Exception as err:
+        warnings.warn(f"ds_nvcomp could not switch itself on ({type(err).__name__}: {err}); import ds_nvcomp; ds_nvcomp.install() "
+                      "shows why. Set DS_NVCOMP_AUTOLOAD=0 to silence this.", RuntimeWarning, stacklevel=2)
+
+
+def install() -> None:
+    """Make DeepSpeed's `nvcomp_checkpoint` block work, and torch.load(weights_only=True) read our files. Idempotent.
+
+    DeepSpeed may be imported before or after. Raises whatever keeps it from working.
+    """
+    import torch
+    torch.serialization.add_safe_globals([(_unpack, "ds_nvcomp.archive.unpack")])
+    if _DEEPSPEED in sys.modules:
+        _patch_deepspeed(sys.modules[_DEEPSPEED])
+    elif not any(isinstance(finder, _PostImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _PostImport())
+
+
+def _unpack(*args):
+    """`archive.unpack`, imported when a file needs it."""
+    from .archive import unpack
+    return unpack(*args)
+
+
+def _patch_deepspeed(module) -> None:
+    from .deepspeed_engine import patch
+    patch(module)
+
+
+class _PostImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds DeepSpeed's engine module as everyone else does, and patches it when it has run."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != _DEEPSPEED:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            self._loader, spec.loader = spec.loader, self
+        return spec
+
+    def create_module(self, spec):
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module):
+        module.__spec__.loader = module.__loader__ = self._loader  # so that inspect and pickle see the file
+        self._loader.exec_module(module)
+        _patch_deepspeed(module)

@@ -1,0 +1,49 @@
+"""Agreement among the ranks that write one checkpoint."""
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ..errors import CommitError
+
+
+class Ranks:
+    """All ranks of the job, over a gloo group of our own: its timeout is ours to set, and NCCL's watchdog, which would abort the
+    training while a slow rank writes, does not see it. Made with the first use, which must happen on all ranks."""
+
+    def __init__(self, timeout: float):
+        self.timeout = timeout
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.world = dist.get_world_size() if dist.is_initialized() else 1
+        self._group = None
+
+    @property
+    def leads_node(self) -> bool:
+        """Whether this is the first rank on its machine; that is rank 0 where the launcher does not say."""
+        local = os.environ.get("LOCAL_RANK")
+        return local == "0" if local is not None else self.rank == 0
+
+    def gather(self, value, step: str) -> list:
+        """`value` of every rank, in order. Raises `CommitError` after the timeout, or when a rank is gone."""
+        if self.world == 1:
+            return [value]
+        values = [None] * self.world
+        try:
+            if self._group is None:
+                self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
+            dist.all_gather_object(values, value, group=self._group)
+        except Exception as err:  # gloo: RuntimeError of many wordings
+            raise CommitError(f"Not all {self.world} ranks answered at step {step!r} within {self.timeout:.0f} s: a rank died or hangs. "
+                              f"The checkpoint is not current; the previous one is. ({err})", rank=self.rank) from err
+        return values
+
+    def agree(self, failure: Exception | None, step: str) -> None:
+        """Return on all ranks if none has a failure, else raise `CommitError` on all of them, naming the ranks and causes."""
+        failures = self.gather(None if failure is None else f"{type(failure).__name__}: {failure}", step)
+        failed = [rank for rank, message in enumerate(failures) if message is not None]
+        if failed:
+            causes = "; ".join(f"rank {rank}: {failures[rank]}" for rank in failed[:8])
+            raise CommitError(f"{len(failed)} of {self.world} ranks failed to {step}. The checkpoint is not current; the previous one "
+                              f"is. {causes}", rank=failed[0]) from failure
