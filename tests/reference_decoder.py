@@ -1,7 +1,7 @@
 """A decoder of payloads that follows FORMAT.md, section by section, and shares nothing with the implementation.
 
-It is slow and plain on purpose: what it and the implementation agree on is in the document. Only `struct`, `zlib` and NumPy are needed for
-codecs none and deflate; zstd, lz4 and snappy are read through `zstandard` and `cramjam` where they are installed. Usable by hand:
+It is slow and plain on purpose: what it and the implementation agree on is in the document. It needs `struct`, `zlib` and NumPy; LZ4 and
+Snappy are written out below, and zstd is read through `zstandard` where that is installed. Usable by hand:
 
     unzip -p checkpoint.pt 'checkpoint/data/0' | python reference_decoder.py > storage.bin
 """
@@ -170,20 +170,14 @@ def merge(transform, values, width):
 
 def stream_decoder(codec):
     """Section 6: a function of (stream, raw bytes) for a codec."""
-    if codec == "deflate":
-        return inflate
-    try:
-        if codec == "zstd":
+    if codec == "zstd":
+        try:
             import zstandard
-            return lambda stream, raw: unzstd(zstandard, stream, raw)
-        if codec == "lz4":
-            import cramjam
-            return lambda stream, raw: bytes(cramjam.lz4.decompress_block(stream, output_len=raw))
-        if codec == "snappy":
-            import cramjam
-            return lambda stream, raw: unsnappy(cramjam, stream, raw)
-    except ImportError as err:
-        raise NotSupportedHere(f"codec {codec} needs the package {err.name}") from err
+        except ImportError as err:
+            raise NotSupportedHere("codec zstd needs the package zstandard") from err
+        return lambda stream, raw: unzstd(zstandard, stream, raw)
+    if codec in ("deflate", "lz4", "snappy"):
+        return {"deflate": inflate, "lz4": unlz4, "snappy": unsnappy}[codec]
     raise NotSupportedHere(f"codec {codec} has no decoder outside nvCOMP")
 
 
@@ -201,10 +195,80 @@ def unzstd(zstandard, stream, raw):
     return zstandard.ZstdDecompressor().decompress(stream, max_output_size=raw, allow_extra_data=False)
 
 
-def unsnappy(cramjam, stream, raw):
-    if cramjam.snappy.decompress_raw_len(stream) != raw:
+def copy_match(out, distance, length, raw):
+    """Append `length` bytes from `distance` bytes back; what is copied may be what this copy wrote."""
+    if not 0 < distance <= len(out) or len(out) + length > raw:
+        raise ValueError("a match outside the chunk")
+    pattern = bytes(out[-distance:])[:length]
+    out += (pattern * (length // len(pattern) + 1))[:length]
+
+
+def unlz4(stream, raw):
+    """LZ4 block format: token, literals, and (but for the last sequence) an offset and a match."""
+    out, at = bytearray(), 0
+
+    def extended(length):
+        nonlocal at
+        if length == 15:
+            while True:
+                byte = stream[at]
+                at += 1
+                length += byte
+                if byte != 255:
+                    break
+        return length
+
+    while True:
+        token = stream[at]
+        at += 1
+        literals = extended(token >> 4)
+        if at + literals > len(stream) or len(out) + literals > raw:
+            raise ValueError("literals outside the chunk")
+        out += stream[at:at + literals]
+        at += literals
+        if at == len(stream):
+            return bytes(out)
+        distance = stream[at] | stream[at + 1] << 8
+        at += 2
+        copy_match(out, distance, extended(token & 15) + 4, raw)
+
+
+def unsnappy(stream, raw):
+    """Raw Snappy: the length as a varint, then literals and copies by the low two bits of a tag."""
+    announced, at = 0, 0
+    while True:
+        byte = stream[at]
+        announced |= (byte & 0x7f) << 7 * at
+        at += 1
+        if byte < 0x80:
+            break
+        if at == 5:
+            raise ValueError("length in front")
+    if announced != raw:
         raise ValueError("length in front")
-    return bytes(cramjam.snappy.decompress_raw(stream))
+    out = bytearray()
+    while at < len(stream):
+        tag = stream[at]
+        at += 1
+        if tag & 3 == 0:
+            length = tag >> 2
+            if length >= 60:
+                extra = length - 59
+                length = int.from_bytes(stream[at:at + extra], "little")
+                at += extra
+            length += 1
+            if at + length > len(stream) or len(out) + length > raw:
+                raise ValueError("literals outside the chunk")
+            out += stream[at:at + length]
+            at += length
+        elif tag & 3 == 1:
+            copy_match(out, (tag >> 5) << 8 | stream[at], (tag >> 2 & 7) + 4, raw)
+            at += 1
+        else:
+            size = 2 if tag & 3 == 2 else 4
+            copy_match(out, int.from_bytes(stream[at:at + size], "little"), (tag >> 2) + 1, raw)
+            at += size
+    return bytes(out)
 
 
 if __name__ == "__main__":
