@@ -1,7 +1,7 @@
 """The records of a torch zip, for readers that trust nothing: the directory is checked against the file before a byte is used.
 
-Python's zipfile reads the directory; what torch.load would make of it is then pinned down: one root folder, no name twice, local
-headers that agree with the directory, data that lies inside the file.
+Python's zipfile reads the directory; what torch.load would make of it is then pinned down: one root folder, no name twice,
+local headers that agree with the directory, data that lies inside the file.
 """
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ _ZIP64_ID, _MAX32 = 1, 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class Record:
-    """An entry of the zip: `start` is where its data is in the file, None for one that zip has deflated (torch.load reads those)."""
+    """An entry of the zip: `start` is where its data is in the file, None for one that zip has deflated (torch.load reads
+    those).
+    """
     name: str
     start: int | None
     size: int
@@ -30,7 +32,9 @@ class Record:
 
 
 def is_torch_zip(path) -> bool:
-    """Whether the file is a zip that torch.save could have written. TorchScript modules are not: torch.load runs those as programs."""
+    """Whether the file is a zip that torch.save could have written. TorchScript modules are not: torch.load runs those as
+    programs.
+    """
     try:
         with open(path, "rb") as file:
             if file.read(4) != b"PK\3\4":
@@ -46,8 +50,8 @@ def is_torch_zip(path) -> bool:
 class Records:
     """A torch zip opened for reading; a context manager. `records` maps names below the root folder (`data/0`) to `Record`s.
 
-    Raises `ArchiveError`, `TruncatedError` and OSError. With a list as `errors`, what is wrong with single records is appended there
-    instead, and those records are left out.
+    Raises `ArchiveError`, `TruncatedError` and OSError. With a list as `errors`, what is wrong with single records is appended
+    there instead, and those records are left out.
     """
 
     def __init__(self, path, errors: list[DsNvcompError] | None = None):
@@ -80,11 +84,12 @@ class Records:
             infos = self._zip.infolist()
         except Exception as err:  # BadZipFile for most damage, a variety for the rest
             if start == b"PK\3\4":
-                raise TruncatedError("The file starts as a torch zip and has no intact zip directory at its end. It was cut off or "
-                                     "damaged; restore it from a copy.") from err
+                raise TruncatedError("The file starts as a torch zip and has no intact zip directory at its end. It was cut "
+                                     "off or damaged; restore it from a copy.") from err
             raise ArchiveError("The file is not a torch zip. Expected what torch.save has written since PyTorch 1.6.") from err
         if start != b"PK\3\4":
-            raise ArchiveError(f"A torch zip starts with b'PK\\x03\\x04', found {start!r}. The file is damaged; restore it from a copy.")
+            raise ArchiveError(f"A torch zip starts with b'PK\\x03\\x04', found {start!r}. The file is damaged; restore it "
+                               "from a copy.")
         if not infos:
             raise ArchiveError("The zip is empty; torch.save writes at least data.pkl. Restore the file from a copy.")
         root = infos[0].orig_filename.partition("/")[0] + "/"  # as torch finds it
@@ -94,7 +99,8 @@ class Records:
             name = info.orig_filename
             try:
                 if info.filename != name or not name.startswith(root):
-                    raise ArchiveError(f"The zip has an entry {name[:200]!r} outside its root folder {root!r}; torch.save writes none.")
+                    raise ArchiveError(f"The zip has an entry {name[:200]!r} outside its root folder {root!r}; torch.save "
+                                       "writes none.")
                 if name.casefold() in seen:  # torch's reader ignores case, and takes any one of them
                     raise ArchiveError(f"The zip has two entries {name[:200]!r}. The file is damaged or was made to deceive.")
                 seen.add(name.casefold())
@@ -123,12 +129,13 @@ class Records:
             expected += [info.CRC, info.compress_size, info.file_size]
             found += [crc, *_zip64(tail[name_bytes:], size, packed)]
         if expected != found:
-            raise ArchiveError(f"{where} is described as {expected} in the zip directory and as {found} where it starts. {damaged}")
+            raise ArchiveError(f"{where} is described as {expected} in the zip directory and as {found} where it starts. "
+                               f"{damaged}")
         start = info.header_offset + _LOCAL.size + name_bytes + extra_bytes
         stored = info.compress_type == zipfile.ZIP_STORED
         if start + info.compress_size > self.bytes:
-            raise TruncatedError(f"{where} should be {info.compress_size} bytes from byte {start}; the file has {self.bytes}. It was cut "
-                                 "off; restore it from a copy.")
+            raise TruncatedError(f"{where} should be {info.compress_size} bytes from byte {start}; the file has "
+                                 f"{self.bytes}. It was cut off; restore it from a copy.")
         if stored and info.file_size != info.compress_size:
             raise ArchiveError(f"{where} is stored as {info.compress_size} bytes and said to be {info.file_size}. {damaged}")
         return Record(name, start if stored else None, info.file_size, info.CRC, info)
@@ -142,7 +149,8 @@ class Records:
         while size:
             part = os.pread(self._file.fileno(), min(size, 1 << 30), offset)
             if not part:
-                raise TruncatedError(f"{where}: the file ends at byte {offset}, {size} bytes early. It was cut off while it was read.")
+                raise TruncatedError(f"{where}: the file ends at byte {offset}, {size} bytes early. It was cut off while it "
+                                     "was read.")
             parts.append(part)
             offset, size = offset + len(part), size - len(part)
         return b"".join(parts)
@@ -151,14 +159,17 @@ class Records:
         """Bytes [`start`, `start` + `size`) of a record's data. Raises `TruncatedError`, `ArchiveError`."""
         where = f"Record {record.name!r}"
         if record.start is None:
-            raise ArchiveError(f"{where} is deflated by zip, which its kind never is. The file was repacked; unpack it and zip it with "
-                               "`zip -0`, or restore it from a copy.")
+            raise ArchiveError(f"{where} is deflated by zip, which its kind never is. The file was repacked; unpack it and "
+                               "zip it with `zip -0`, or restore it from a copy.")
         if start + size > record.size:
-            raise TruncatedError(f"{where} has {record.size} bytes, expected at least {start + size}. Restore the file from a copy.")
+            raise TruncatedError(f"{where} has {record.size} bytes, expected at least {start + size}. Restore the file from "
+                                 "a copy.")
         return self.read_at(record.start + start, size, where)
 
     def slices(self, record: Record) -> Iterator[bytes]:
-        """A record's data in slices of at most `SLICE` bytes; a deflated one inflated. Raises `ArchiveError`, `TruncatedError`."""
+        """A record's data in slices of at most `SLICE` bytes; a deflated one inflated. Raises `ArchiveError`,
+        `TruncatedError`.
+        """
         if record.start is not None:
             for at in range(0, record.size, SLICE):
                 yield self.read(record, at, min(SLICE, record.size - at))

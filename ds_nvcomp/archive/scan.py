@@ -1,7 +1,8 @@
 """What is in a checkpoint file, without executing anything in it: one row for each tensor.
 
-The pickle is followed symbolically and of a compressed storage only the header and the chunk table are read, so a row costs about
-20 bytes of reading for each 64 Ki elements. Runs on hostile files: every size is checked against the bytes that are there.
+The pickle is followed symbolically and of a compressed storage only the header and the chunk table are read, so a row costs
+about 20 bytes of reading for each 64 Ki elements. Runs on hostile files: every size is checked against the bytes that are
+there.
 """
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ _STORAGES = {
     "UntypedStorage": "uint8",
 }
 # torch's rebuild functions whose arguments start with storage, offset, size, stride; the value is where a dtype follows.
-_REBUILDS = {"torch._utils._rebuild_tensor": None, "torch._utils._rebuild_tensor_v2": None, "torch._utils._rebuild_tensor_v3": 6,
-             "torch._utils._rebuild_qtensor": None}
+_REBUILDS = {"torch._utils._rebuild_tensor": None, "torch._utils._rebuild_tensor_v2": None,
+             "torch._utils._rebuild_tensor_v3": 6, "torch._utils._rebuild_qtensor": None}
 _FROM_TYPE = ("torch._tensor._rebuild_from_type", "torch._tensor._rebuild_from_type_v2")
 _PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
 _UNPACK = "ds_nvcomp.archive.unpack"
@@ -124,7 +125,9 @@ class FileScan:
 
 
 def scan(path) -> FileScan:
-    """Read what a torch zip holds. Raises a `FormatError` (with path and tensor) for the first thing that is wrong, and OSError."""
+    """Read what a torch zip holds. Raises a `FormatError` (with path and tensor) for the first thing that is wrong, and
+    OSError.
+    """
     with Records(path) as records:
         return scan_records(records)
 
@@ -228,16 +231,16 @@ class _Walk:
         if dtype_at is not None:
             dtype = args[dtype_at] if len(args) > dtype_at else None
             dtype = dtype.name if type(dtype) is Global and dtype.module == "torch" else repr(dtype)[:_NAME_CHARS]
-        shape, stride = (tuple(v.args[0]) if type(v) is Call and v.args and type(v.args[0]) is tuple else v for v in (shape, stride))
+        shape, stride = _sizes(shape), _sizes(stride)
         numbers = (offset, *shape, *stride) if type(shape) is type(stride) is tuple else (None,)
         if any(type(n) is not int or not 0 <= n < 1 << 63 for n in numbers) or len(shape) != len(stride):
-            raise ArchiveError("The pickle describes a tensor whose offset, shape and stride are not lists of as many sizes. The file is "
-                               "damaged; restore it from a copy.")
+            raise ArchiveError("The pickle describes a tensor whose offset, shape and stride are not lists of as many sizes. "
+                               "The file is damaged; restore it from a copy.")
         last = offset + sum((n - 1) * step for n, step in zip(shape, stride)) if all(shape) else -1
         # Sub-byte quantized types pack elements; torch checks those itself.
         if not dtype.startswith("quint") and (last + 1) * _itemsize(dtype) > stored.raw_bytes:
-            raise TruncatedError(f"The tensor reaches to byte {(last + 1) * _itemsize(dtype)} of a storage of {stored.raw_bytes} bytes. "
-                                 "The file is damaged; restore it from a copy.")
+            raise TruncatedError(f"The tensor reaches to byte {(last + 1) * _itemsize(dtype)} of a storage of "
+                                 f"{stored.raw_bytes} bytes. The file is damaged; restore it from a copy.")
         self._add(name, stored, first, shape, stride, offset, dtype)
 
     def _add(self, name, stored, first, shape, stride, offset, dtype=None):
@@ -252,16 +255,18 @@ class _Walk:
             self.globals.add(str(node.func))
             key = id(node)
         else:
-            raise ArchiveError("The pickle builds a tensor on something that is no storage. The file is damaged; restore it from a copy.")
+            raise ArchiveError("The pickle builds a tensor on something that is no storage. The file is damaged; restore it "
+                               "from a copy.")
         if key in self._stored:
             stored = self._stored[key]
             if type(node) is Persistent and nbytes > stored.raw_bytes:
-                raise TruncatedError(f"Record {key!r} is used with {stored.raw_bytes} and with {nbytes} bytes. The file is damaged.")
+                raise TruncatedError(f"Record {key!r} is used with {stored.raw_bytes} and with {nbytes} bytes. The file is "
+                                     "damaged.")
             return stored, stored.name
         if type(node) is Persistent:
             if record.size < nbytes:
-                raise TruncatedError(f"Record {record.name!r} has {record.size} bytes, the pickle expects {nbytes}. The file is "
-                                     "damaged; restore it from a copy.")
+                raise TruncatedError(f"Record {record.name!r} has {record.size} bytes, the pickle expects {nbytes}. The file "
+                                     "is damaged; restore it from a copy.")
             stored = Stored(record.name, location, dtype, nbytes, record.size, False, str(name or ""))
         else:
             stored = self._compressed(node, str(name or ""))
@@ -273,26 +278,27 @@ class _Walk:
         pid = node.id
         if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage" or type(pid[1]) is not Global or \
                 type(pid[2]) is not str or type(pid[3]) is not str or type(pid[4]) is not int or pid[4] < 0:
-            raise ArchiveError("The pickle refers to a record in a way that torch does not write. The file is damaged; restore it from "
-                               "a copy.")
+            raise ArchiveError("The pickle refers to a record in a way that torch does not write. The file is damaged; "
+                               "restore it from a copy.")
         _, kind, key, location, numel = pid
         dtype = _STORAGES.get(kind.name)
         if dtype is None:
             raise UnsupportedVersionError(f"The pickle has a storage of class {str(kind)[:200]!r}, which is unknown here.")
         record = self.records.records.get(f"data/{key}")
         if record is None:
-            raise ArchiveError(f"The pickle refers to record 'data/{key[:_NAME_CHARS]}', which the zip does not have (intact). Restore "
-                               "the file from a copy.")
+            raise ArchiveError(f"The pickle refers to record 'data/{key[:_NAME_CHARS]}', which the zip does not have "
+                               "(intact). Restore the file from a copy.")
         return record, location, dtype, numel * _itemsize(dtype)
 
     def _compressed(self, node, name) -> Stored:
         args = node.args if type(node.args) is tuple else ()
         if len(args) != 2 or type(args[0]) is not Persistent or type(args[1]) is not Dict:
-            raise HeaderError("A compressed storage comes with its payload and a description. The file is damaged; restore it from a copy.")
+            raise HeaderError("A compressed storage comes with its payload and a description. The file is damaged; restore "
+                              "it from a copy.")
         record, location, dtype, nbytes = self._reference(args[0])
         if dtype != "uint8" or nbytes != record.size:
-            raise TruncatedError(f"Record {record.name!r} has {record.size} bytes, the pickle expects {nbytes} of {dtype}. The file is "
-                                 "damaged; restore it from a copy.")
+            raise TruncatedError(f"Record {record.name!r} has {record.size} bytes, the pickle expects {nbytes} of {dtype}. "
+                                 "The file is damaged; restore it from a copy.")
         meta = {k: v for k, v in args[1].pairs if type(k) is str and type(v) in (str, int)}
         raw_bytes, meta_dtype = _validate(meta)
         stored = Stored(record.name, location, meta_dtype, raw_bytes, record.size, True, name)
@@ -300,8 +306,8 @@ class _Walk:
             encoding = self._encoding(record, meta)
             header = encoding.header
             if header.raw_bytes != raw_bytes or header.transform is not transforms.for_dtype(meta_dtype):
-                raise HeaderError(f"The payload holds {header.raw_bytes} bytes by {header.transform.name}, the pickle expects {raw_bytes} "
-                                  f"bytes of {meta_dtype}. The file is damaged; restore it from a copy.")
+                raise HeaderError(f"The payload holds {header.raw_bytes} bytes by {header.transform.name}, the pickle "
+                                  f"expects {raw_bytes} bytes of {meta_dtype}. The file is damaged; restore it from a copy.")
         except DsNvcompError as err:
             self.records.problem(err.at(tensor=name))
             return stored
@@ -311,7 +317,8 @@ class _Walk:
         head = self.records.read(record, 0, min(format.HEADER.size, record.size))
         header = format.parse_header(head, record.size)
         codec = codecs.resolve(header.codec_id, header.codec_revision)
-        table = format.parse_table(self.records.read(record, format.HEADER.size, header.data_start - format.HEADER.size), header)
+        rows = self.records.read(record, format.HEADER.size, header.data_start - format.HEADER.size)
+        table = format.parse_table(rows, header)
         if codec is codecs.NONE and (table.mode == format.CODED).any():
             raise TableError("A chunk is marked as coded in a payload whose codec is none. The file is damaged.")
         return Encoding(header, table, codec, meta)
@@ -320,13 +327,15 @@ class _Walk:
 def _validate(meta) -> tuple[int, str]:
     """(decoded bytes, dtype) of a compressed storage's description, by the same rules as `storage.unpack`."""
     if type(meta.get("version")) is not int:
-        raise HeaderError("A compressed storage has no description of a known kind. The file is damaged; restore it from a copy.")
+        raise HeaderError("A compressed storage has no description of a known kind. The file is damaged; restore it from a "
+                          "copy.")
     if meta["version"] != META_VERSION:
         raise UnsupportedVersionError(f"The storage is described in version {meta['version']}; this ds_nvcomp reads version "
                                       f"{META_VERSION}. Install a ds_nvcomp that is at least as new as the one that wrote it.")
     nbytes, dtype = meta.get("bytes"), meta.get("dtype")
     if type(dtype) is not str or type(nbytes) is not int or nbytes <= 0 or nbytes % _itemsize(dtype):
-        raise HeaderError(f"The storage is described as {nbytes!r} bytes of {dtype!r}. The file is damaged; restore it from a copy.")
+        raise HeaderError(f"The storage is described as {nbytes!r} bytes of {dtype!r}. The file is damaged; restore it from "
+                          "a copy.")
     return nbytes, dtype
 
 
@@ -334,9 +343,14 @@ def _itemsize(name: str) -> int:
     """Bytes an element. Looks no further than what torch has imported: its `__getattr__` imports modules by name."""
     dtype = vars(torch).get(name)
     if not isinstance(dtype, torch.dtype):
-        raise UnsupportedVersionError(f"A tensor is of dtype {name[:_NAME_CHARS]!r}, which torch {torch.__version__} does not have. "
-                                      "Install a newer torch.")
+        raise UnsupportedVersionError(f"A tensor is of dtype {name[:_NAME_CHARS]!r}, which torch {torch.__version__} does "
+                                      "not have. Install a newer torch.")
     return dtype.itemsize
+
+
+def _sizes(node):
+    """The tuple in a torch.Size(...), or the node itself."""
+    return node.args[0] if type(node) is Call and type(node.args) is tuple and len(node.args) == 1 else node
 
 
 def _pairs(name, pairs):

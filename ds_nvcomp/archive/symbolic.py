@@ -1,9 +1,9 @@
 """Read a pickle without running it: what it would build, as inert nodes.
 
 A checkpoint's pickle is a program, and `inspect` and `verify` are for files that nobody trusts yet. Even an `Unpickler` whose
-`find_class` gives stubs can be made to hurt: seven bytes of LONG_BINPUT made CPython 3.11 fill a memo of 4 GiB for ten seconds, and
-a dict key of nested tuples is hashed recursively, without a limit, in C. So the opcodes are followed here, symbolically. Nothing is
-imported, called, hashed or compared; memory and time are linear in the pickle's bytes.
+`find_class` gives stubs can be made to hurt: seven bytes of LONG_BINPUT made CPython 3.11 fill a memo of 4 GiB for ten
+seconds, and a dict key of nested tuples is hashed recursively, without a limit, in C. So the opcodes are followed here,
+symbolically. Nothing is imported, called, hashed or compared; memory and time are linear in the pickle's bytes.
 """
 from __future__ import annotations
 
@@ -65,8 +65,9 @@ _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _EMPTY = {"EMPTY_DICT": Dict, "EMPTY_LIST": Items, "EMPTY_SET": Items}
 _TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _VALUES = {
-    "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT", "STRING", "BINSTRING", "SHORT_BINSTRING",
-    "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8",
+    "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT", "STRING", "BINSTRING",
+    "SHORT_BINSTRING", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8",
+    "BYTEARRAY8",
 }
 
 
@@ -80,7 +81,8 @@ def read(data: bytes):
     except ArchiveError:
         raise
     except Exception as err:  # pickletools, and a stack or memo that holds less than an opcode takes, raise a variety
-        raise ArchiveError(f"The pickle is damaged: {type(err).__name__}: {str(err)[:200]}. Restore the file from a copy.") from err
+        raise ArchiveError(f"The pickle is damaged: {type(err).__name__}: {str(err)[:200]}. Restore the file from a "
+                           "copy.") from err
 
 
 def _run(data):

@@ -16,8 +16,8 @@ _UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 def exchange(a, b) -> bool:
     """Swap what the paths `a` and `b` name: files or directories, both existing, on one file system.
 
-    Returns True where the kernel did it in one step (Linux `renameat2` with `RENAME_EXCHANGE`). Where it cannot, three renames do
-    it and False is returned: then `a`, the name that readers use, is missing for an instant, and what it named is found under a
+    Returns True where the kernel did it in one step (Linux `renameat2` with `RENAME_EXCHANGE`). Where it cannot, three renames
+    do it and False is returned: then `a`, the name that readers use, is missing for an instant, and what it named is found under a
     hidden sibling `.<name>.<hex>.old` should the machine stop just there. Not durable by itself: sync the parent directories.
 
     Raises OSError as os.rename does; both names are then as they were.

@@ -1,8 +1,9 @@
 """Is what was written still there? Everything that can be told without decoding or executing anything, and all of it reported.
 
-Of a file: the zip directory and headers, the checksum of every record, the pickle, every compressed storage's header, chunk table and
-chunk checksums, and tensors that lie inside their storages. Of a DeepSpeed directory: `latest`, and files that the names of the others
-announce. Memory is bounded by one chunk or `SLICE`, whichever is larger. `decode=True` decodes too, where the codec can run.
+Of a file: the zip directory and headers, the checksum of every record, the pickle, every compressed storage's header, chunk
+table and chunk checksums, and tensors that lie inside their storages. Of a DeepSpeed directory: `latest`, and files that the
+names of the others announce. Memory is bounded by one chunk or `SLICE`, whichever is larger. `decode=True` decodes too, where
+the codec can run.
 """
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ LEGACY_START = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19\x2e"  
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong. `kind` is the error class that a reader would meet; `tensor` and `chunk` are None where not known."""
+    """One thing that is wrong. `kind` is the error class that a reader would meet; `tensor` and `chunk` are None where not
+    known.
+    """
     path: str
     message: str
     tensor: str | None = None
@@ -46,7 +49,9 @@ class Problem:
 
 @dataclass
 class Tally:
-    """What a verification has looked at. `not_decoded` are tensors whose codec cannot run here; `unchecked` files without checksums."""
+    """What a verification has looked at. `not_decoded` are tensors whose codec cannot run here; `unchecked` files without
+    checksums.
+    """
     files: int = 0
     bytes: int = 0
     tensors: int = 0
@@ -67,13 +72,16 @@ def verify(path, **options) -> list[Problem]:
 
 def verify_file(path, *, decode: bool = False, tally: Tally | None = None,
                 progress: Callable[[int], None] = lambda stored_bytes: None) -> list[Problem]:
-    """What is wrong with a torch zip, compressed or plain; an empty list for nothing. `progress` gets file bytes as they are read."""
+    """What is wrong with a torch zip, compressed or plain; an empty list for nothing. `progress` gets file bytes as they are
+    read.
+    """
     return _verify_file(path, decode, tally or Tally(), progress)[0]
 
 
 def verify_tree(path, *, decode: bool = False, tally: Tally | None = None,
                 progress: Callable[[int], None] = lambda stored_bytes: None) -> list[Problem]:
-    """What is wrong with the torch files under a directory, and with the DeepSpeed checkpoints in it: a save_dir, a tag's, or any tree.
+    """What is wrong with the torch files under a directory, and with the DeepSpeed checkpoints in it: a save_dir, a tag's, or
+    any tree.
 
     Hidden names are skipped: they are saves that are not finished. Raises `DirectoryError` if no torch file is there at all.
     """
@@ -171,8 +179,8 @@ def _check_records(records: Records, scanned: FileScan | None, tally: Tally, pro
             continue
         if crc != record.crc:
             records.problem(ChecksumError(
-                f"Record {name!r} has checksum {crc:#010x}, expected {record.crc:#010x}. The file is damaged; restore it from a copy, or "
-                "resume from an earlier checkpoint.", tensor=owner.name if owner else None))
+                f"Record {name!r} has checksum {crc:#010x}, expected {record.crc:#010x}. The file is damaged; restore it "
+                "from a copy, or resume from an earlier checkpoint.", tensor=owner.name if owner else None))
 
 
 def _chunks(records: Records, record: Record, encoding: Encoding, owner: Stored, tally: Tally):
@@ -190,8 +198,8 @@ def _chunks(records: Records, record: Record, encoding: Encoding, owner: Stored,
             found = crc32(data[int(ends[c] - spans[c]) - start:int(ends[c]) - start])
             if found != table.crc[c]:
                 records.problem(ChecksumError(
-                    f"The stored bytes of a chunk have checksum {found:#010x}, expected {int(table.crc[c]):#010x}. The file is damaged; "
-                    "restore it from a copy, or resume from an earlier checkpoint.", tensor=owner.name, chunk=c))
+                    f"The stored bytes of a chunk have checksum {found:#010x}, expected {int(table.crc[c]):#010x}. The file "
+                    "is damaged; restore it from a copy, or resume from an earlier checkpoint.", tensor=owner.name, chunk=c))
         tally.chunks += last - first
         yield data
         first = last
@@ -226,8 +234,9 @@ def _check_latest(directory: Path) -> list[Problem]:
     if not tag:
         return [Problem(str(latest), "`latest` is empty. Write the name of a complete tag directory into it.")]
     if not (directory / tag).is_dir():
-        return [Problem(str(latest), f"`latest` names {tag!r}, and there is no such directory beside it. The save did not finish, or the "
-                                     "directory was removed; write the name of a complete tag directory into it.")]
+        return [Problem(str(latest), f"`latest` names {tag!r}, and there is no such directory beside it. The save did not "
+                                     "finish, or the directory was removed; write the name of a complete tag directory into "
+                                     "it.")]
     return []
 
 
@@ -247,8 +256,8 @@ def _missing(directory: Path, names: list[str], scans: dict[str, FileScan]) -> l
             models[int(match["mp"])] = name
 
     def report(name, why):
-        problems.append(Problem(str(directory / name), f"The file is missing: {why}. A rank did not finish its save, or the file was "
-                                                       "removed; resume from another checkpoint."))
+        problems.append(Problem(str(directory / name), f"The file is missing: {why}. A rank did not finish its save, or the "
+                                                       "file was removed; resume from another checkpoint."))
 
     for mp in sorted(set(range(max(models, default=-1) + 1)) - set(models)):
         report(f"mp_rank_{mp:02d}_model_states.pt", f"there is one for rank {max(models)}")
@@ -268,7 +277,9 @@ def _missing(directory: Path, names: list[str], scans: dict[str, FileScan]) -> l
 
 
 def _partitions(scanned: FileScan | None) -> int:
-    """How many optimizer partitions a shard says there are, 0 where it does not. Expert groups have fewer; the largest counts."""
+    """How many optimizer partitions a shard says there are, 0 where it does not. Expert groups have fewer; the largest
+    counts.
+    """
     count = scanned.value("optimizer_state_dict", "partition_count") if scanned else None
     counts = count.items if isinstance(count, Items) else [count]
     return max((n for n in counts if type(n) is int), default=0)
