@@ -1,0 +1,139 @@
+"""Make golden files, once: `PYTHONPATH=.:tests python tests/golden/make.py [codec ...]`.
+
+Golden files are what format version 1 looked like when it was released. Readers have to take them (or refuse them, those in `invalid`) for
+ever, so this script only ever adds files: it refuses to write one that exists, and the tests never run it. A failing golden test is
+a broken reader, not an old golden file.
+
+`index.json` has for each file its own SHA-256, and either the SHA-256 of the bytes it decodes to with the recipe that made them, or
+the error that it must be refused with. Codecs that need a GPU are only made where they are named and there is one.
+"""
+import hashlib
+import io
+import json
+import sys
+import zlib
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from conformance import CPU_CODECS, DTYPES, joined, make
+from ds_nvcomp.archive import save
+from ds_nvcomp.encoding import codecs, transforms
+from ds_nvcomp.pipeline import Source
+
+HERE = Path(__file__).resolve().parent
+CHUNK = 256  # bytes of coded plane: below what the configuration allows a writer, not below what the format does; it keeps files small
+RECIPE = [["normal", 256], ["squared", 256], ["zero", 256], ["special", 256], ["constant", 256], ["normal", 33]]
+STATE = {"weight": ["float32", "normal", 1200], "half": ["bfloat16", "normal", 1500], "square": ["float32", "squared", 800],
+         "ids": ["int64", "normal", 150], "untouched": ["float32", "zero", 4000], "tiny": ["float32", "special", 5]}
+
+
+def raw_bytes(dtype, recipe, seed="golden") -> np.ndarray:
+    """What a recipe of [content, elements] makes: `elements` of the transform each, one segment after the other."""
+    width = transforms.for_dtype(dtype).width
+    scale = 2 if dtype.startswith("float8") else 1  # two exponents to a byte: as many chunks as the other dtypes have
+    return np.concatenate([make(dtype, content, elements * scale * width, f"{seed} {i}") for i, (content, elements) in enumerate(recipe)])
+
+
+def state():
+    """A small checkpoint with what torch.save keeps: shared storages, a parameter, attributes, order and strides."""
+    made = {name: torch.from_numpy(make(dtype, content, n * getattr(torch, dtype).itemsize, "golden").copy()).view(getattr(torch, dtype))
+            for name, (dtype, content, n) in STATE.items()}
+    weight = torch.nn.Parameter(made["weight"].reshape(30, 40))
+    weight.ds_id = 7
+    return {"weight": weight, "tied": weight, "row": weight.data[3], "transposed": weight.data.T,
+            **{name: tensor for name, tensor in made.items() if name != "weight"}, "nested": [{"step": 12, "half": made["half"][100:200]}]}
+
+
+def sha(data) -> str:
+    return hashlib.sha256(bytes(data)).hexdigest()
+
+
+def encode(codec, dtype) -> bytes:
+    source = Source(torch.from_numpy(raw_bytes(dtype, RECIPE)), transforms.for_dtype(dtype))
+    config = SimpleNamespace(codec=codec, chunk_bytes=CHUNK, threads=1, verify="encode", gpu_memory=32 << 20)
+    if codec in CPU_CODECS:
+        from ds_nvcomp.pipeline import cpu as pipeline
+    else:
+        from ds_nvcomp.pipeline import gpu as pipeline
+    return joined(pipeline.encode([source], config)[0]).tobytes()
+
+
+def invalid(base: bytearray):
+    """(name, bytes, error, step of FORMAT.md section 8); the base is a valid deflate payload of bfloat16 with several chunks."""
+    import payloads as p
+    table_end, (first, *_, last) = p.table_of(base)[3], p.spans(base)
+    flip = lambda at: bytes(base[:at]) + bytes([base[at] ^ 0x10]) + bytes(base[at + 1:])  # noqa: E731
+    liar = bytearray(base)
+    liar[first[0]:first[0] + 16] = b"\xff" * 16
+    yield "truncated-header", base[:63], "TruncatedError", 1
+    yield "magic", p.put(base, magic=b"DSNVCOMX"), "HeaderError", 2
+    yield "version-2", p.put(base, version=2), "UnsupportedVersionError", 3
+    yield "header-checksum", flip(26), "HeaderError", 4
+    yield "feature", p.put(base, features=0x8000), "UnsupportedVersionError", 5
+    yield "transform", p.put(base, transform=9), "UnsupportedVersionError", 6
+    yield "planes", p.put(base, planes=3), "HeaderError", 7
+    yield "chunk-elements-0", p.put(base, chunk_elements=0), "HeaderError", 8
+    yield "chunk-elements-24", p.put(base, chunk_elements=24), "HeaderError", 8
+    yield "chunk-elements-large", p.put(base, chunk_elements=1 << 22), "HeaderError", 8
+    yield "chunks", p.put(base, chunks=p.get(base, "chunks") + 1), "HeaderError", 9
+    yield "elements-enormous", p.put(base, elements=2**64 - 1), "HeaderError", 9
+    yield "truncated-data", base[:-16], "TruncatedError", 10
+    yield "announces-exabytes", p.put(base, elements=2**60, chunks=2**60 // p.get(base, "chunk_elements")), "TruncatedError", 10
+    yield "bytes-behind", bytes(base) + bytes(16), "HeaderError", 11
+    yield "codec", p.put(base, codec=77), "UnsupportedVersionError", 12
+    yield "revision", p.put(base, codec=16, revision=5), "UnsupportedVersionError", 12
+    yield "table-checksum", flip(table_end - 1), "TableError", 13
+    yield "table-padding", bytes(base[:table_end]) + b"\1" + bytes(base[table_end + 1:]), "TableError", 14
+    yield "mode-unknown", p.change_table(base, mode=[(0, 0, 9)]), "TableError", 15
+    yield "mode-not-for-plane", p.change_table(base, mode=[(1, 0, 2)], size=[(1, 0, 9)]), "TableError", 15
+    yield "size-of-mode", p.change_table(base, size=[(1, 0, 255)]), "TableError", 15
+    yield "size-enormous", p.change_table(base, size=[(0, 0, 2**32 - 1)]), "TableError", 15
+    yield "sum-of-sizes", p.put(bytes(base) + bytes(16), data_bytes=p.get(base, "data_bytes") + 16), "TableError", 16
+    yield "coded-by-none", p.put(base, codec=0), "TableError", 17
+    yield "data-bit", flip(first[0] + 5), "ChecksumError", 20
+    yield "data-last-byte", flip(last[1] - 1), "ChecksumError", 20
+    yield "stream-refused", p.reseal_chunk(liar, 0), "DecodeError", 21
+    short = zlib.compressobj(9, zlib.DEFLATED, -15)
+    stream = short.compress(bytes(100)) + short.flush()
+    short = p.change_table(base, size=[(0, 0, len(stream))])
+    padded = stream.ljust(-(-len(stream) // 16) * 16, b"\0")
+    before = -(-int.from_bytes(base[p.table_of(base)[1][0][0]:][:4], "little") // 16) * 16
+    short[first[0]:first[0] + before] = padded
+    short = p.put(short, data_bytes=p.get(base, "data_bytes") + len(padded) - before)
+    yield "stream-short", p.reseal_chunk(short, 0), "DecodeError", 21
+
+
+def add(index, name, data, **entry):
+    path = HERE / name
+    assert len(data) < 20 << 10, f"{name} has {len(data)} bytes"
+    path.parent.mkdir(exist_ok=True)
+    with open(path, "xb") as file:  # x: never over an existing one
+        file.write(data)
+    index[name] = {"sha256": sha(data), **entry}
+
+
+def main(names):
+    at = HERE / "index.json"
+    index = json.loads(at.read_text()) if at.exists() else {}
+    for codec in names:
+        for dtype in DTYPES:
+            add(index, f"valid/{codec}-{dtype}.payload", encode(codec, dtype), codec=codec, dtype=dtype, recipe=RECIPE,
+                decodes_to=sha(raw_bytes(dtype, RECIPE)))
+        if codecs.BY_NAME[codec].cpu or codec == "none":
+            file = io.BytesIO()
+            save(state(), file, {"codec": codec, "min_bytes": 512, "device": "cpu"})
+            add(index, f"archive/{codec}.pt", file.getvalue(), codec=codec, state=STATE,
+                decodes_to={name: sha(tensor.detach().contiguous().view(torch.uint8).numpy()) for name, tensor in state().items()
+                            if isinstance(tensor, torch.Tensor)})
+    if not (HERE / "invalid").exists():
+        for name, data, error, step in invalid(bytearray(encode("deflate", "bfloat16"))):
+            add(index, f"invalid/{name}.payload", bytes(data), error=error, step=step)
+    at.write_text(json.dumps(index, indent=1, sort_keys=True) + "\n")
+    print(f"{len(index)} golden files")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or CPU_CODECS)
