@@ -24,7 +24,8 @@ def encode(sources: list[Source], config, progress=lambda raw_bytes: None) -> li
         return cpu.encode(sources, config, progress)
     from . import gpu
     done = iter(gpu.encode([source for source, here in zip(sources, on_gpu) if here], config, progress))
-    rest = iter(cpu.encode([_on_host(source) for source, here in zip(sources, on_gpu) if not here], config, progress))
+    left = [_on_host(source) for source, here in zip(sources, on_gpu) if not here]
+    rest = iter(cpu.encode(left, config, progress) if left else ())
     return [next(done if here else rest) for here in on_gpu]
 
 

@@ -19,6 +19,7 @@ from ..encoding.codecs import nvcomp
 from ..encoding.format import ALIGN, CODED, RAW, UNSIGNED, ZERO, aligned
 from ..encoding.transforms import SPLIT8, WHOLE
 from ..errors import ChecksumError, DecodeError
+from . import cpu
 from .payload import Payload, Source, chunk_elements
 
 SLOTS = 2
@@ -62,8 +63,20 @@ def _streams(device: torch.device) -> list[torch.cuda.Stream]:
     return cache[device]
 
 
-def _upload(device: torch.device, array: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(np.array(array, order="C")).to(device, non_blocking=True)
+def _upload(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
+    """Copies of small arrays on the device, in one transfer."""
+    places, end = [], 0
+    for array in arrays:
+        places.append(slice(end, end + array.nbytes))
+        end = int(aligned(end + array.nbytes))
+    together = np.empty(end, np.uint8)
+    for array, place in zip(arrays, places):
+        together[place] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    there = torch.from_numpy(together).to(device, non_blocking=True)
+    return [there[place].view(_TORCH[array.dtype.name]).view(array.shape) for array, place in zip(arrays, places)]
+
+
+_TORCH = {"uint8": torch.uint8, "int32": torch.int32, "uint32": torch.int32, "int64": torch.int64}
 
 
 class _Slot:
@@ -76,11 +89,21 @@ class _Slot:
             new = lambda n: torch.empty(n, dtype=torch.uint8, device=stream.device)  # noqa: E731
             self.planes, self.coded = new(chunks * plane_stride), new(chunks * coded_stride)
             self.out, self.staging = new(out_bytes), new(staging_bytes)
+        self.host_flags = torch.empty(3 * chunks, dtype=torch.int32, pin_memory=True)
+        self.host_crc = torch.empty(chunks, dtype=torch.int32, pin_memory=True)
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Start the copy of a device tensor to pinned memory."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 class _Encoder:
-    def __init__(self, device, transform, codec, config, sources):
+    """`deliver` takes a tile's packed chunks away from the device; benchmarks pass one that leaves them there."""
+
+    def __init__(self, device, transform, codec, config, sources, deliver=_to_host):
         self.device, self.transform, self.codec, self.config, self.sources = device, transform, codec, config, sources
+        self.deliver = deliver
         self.per_chunk = chunk_elements(transform, codec, config.chunk_bytes)
         self.chunk_bytes = codec.chunk_bytes if not config.chunk_bytes else config.chunk_bytes
         self.chunks = self._cut()
@@ -112,8 +135,10 @@ class _Encoder:
             if 1 <= i <= len(tiles):
                 self._pack(in_flight[i - 1])
         current = torch.cuda.current_stream(self.device)
-        for stream in _streams(self.device):
+        for stream, slot in zip(_streams(self.device), slots):
             current.wait_stream(stream)
+            if slot.coder:
+                slot.coder.release()
         return self._assemble(tables, buffers, tile_chunks)
 
     def _slots(self, count):
@@ -136,8 +161,7 @@ class _Encoder:
     def _launch(self, slot, tile):
         """Split a tile and start the coder on its exponents."""
         with torch.cuda.stream(slot.stream):
-            src = self._addresses(slot, tile)
-            elements = _upload(self.device, tile.elements.astype(np.int32))
+            src, elements = _upload(self.device, self._addresses(slot, tile), tile.elements.astype(np.int32))
             flags = torch.zeros((3, len(src)), dtype=torch.int32, device=self.device)
             kernels.split(self.transform, slot.stream, self.per_chunk, src, elements, slot.planes, slot.plane_stride, flags)
             sizes = self.transform.planes[0].raw_bytes(tile.elements)
@@ -147,15 +171,14 @@ class _Encoder:
                     batch = slot.coder.encode(slot.planes, slot.plane_stride, sizes.tolist(), slot.coded, slot.coded_stride)
                 except Exception as err:  # whatever nvCOMP raises: the tile is kept uncoded, never lost
                     self._complain(err)
-            host_flags = self._to_host(flags)
+            slot.host_flags[:flags.numel()].copy_(flags.view(-1), non_blocking=True)
             split_done = slot.stream.record_event()
-        return dict(slot=slot, tile=tile, src=src, elements=elements, flags=flags, host_flags=host_flags, sizes=sizes,
-                    batch=batch, split_done=split_done)
+        return dict(slot=slot, tile=tile, src=src, elements=elements, sizes=sizes, batch=batch, split_done=split_done)
 
     def _addresses(self, slot, tile):
         bases = np.array([source.data.data_ptr() for source in self.sources], np.int64)
         if self.sources[0].data.is_cuda:
-            return _upload(self.device, bases[tile.source] + tile.start)
+            return bases[tile.source] + tile.start
         # Host sources: the tile's part of each, one copy a source, to 16-byte aligned places.
         addresses, at = np.empty(len(tile.source), np.int64), 0
         for i in np.unique(tile.source):
@@ -165,13 +188,13 @@ class _Encoder:
             slot.staging[at:at + stop - start].copy_(self.sources[i].data[start:stop], non_blocking=True)
             addresses[mine] = slot.staging.data_ptr() + at + tile.start[mine] - start
             at = int(aligned(at + stop - start))
-        return _upload(self.device, addresses)
+        return addresses
 
     def _pack(self, work):
         """Decide how each piece is stored, pack the pieces and start their copy to the host."""
         slot, tile, transform, chunks = work["slot"], work["tile"], self.transform, len(work["sizes"])
         work["split_done"].synchronize()
-        flags = work.pop("host_flags").numpy()
+        flags = slot.host_flags[:3 * chunks].numpy().reshape(3, chunks)
         table = format.Table.empty(transform, chunks)
         for p, plane in enumerate(transform.planes):
             table.mode[p] = np.where(flags[p] == 0, ZERO, RAW)
@@ -195,19 +218,15 @@ class _Encoder:
         spans = table.chunk_bytes
         total = int(spans.sum())
         with torch.cuda.stream(slot.stream):
+            modes, there, sizes, lengths = _upload(self.device, table.mode, offsets, table.size, spans)
             kernels.pack(transform, slot.stream, self.per_chunk, work["src"], work["elements"], slot.planes, slot.plane_stride,
-                         slot.coded, slot.coded_stride, _upload(self.device, table.mode), _upload(self.device, offsets),
-                         _upload(self.device, table.size.view(np.int32)), slot.out)
-            crc = torch.zeros(chunks, dtype=torch.int32, device=self.device)
-            kernels.checksum(slot.stream, slot.out, _upload(self.device, offsets[0]), _upload(self.device, spans), crc)
-            work["host"], work["crc"] = self._to_host(slot.out[:total]), self._to_host(crc)
+                         slot.coded, slot.coded_stride, modes, there, sizes, slot.out)
+            crc = torch.empty(chunks, dtype=torch.int32, device=self.device)
+            kernels.checksum(slot.stream, slot.out, there[0], lengths, crc)
+            work["host"] = self.deliver(slot.out[:total])
+            slot.host_crc[:chunks].copy_(crc, non_blocking=True)
             work["done"] = slot.stream.record_event()
         work["table"] = table
-
-    @staticmethod
-    def _to_host(tensor):
-        """Start the copy of a device tensor to pinned memory."""
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
     def _verified(self, slot, sizes, coded, better):
         """Which of the coded planes decode to what they were made from, bool [chunks]."""
@@ -221,7 +240,7 @@ class _Encoder:
             except Exception as err:
                 self._complain(err)
                 return np.zeros(len(sizes), bool)
-            compared = _upload(self.device, np.where(better, sizes, 0).astype(np.int32))
+            compared, = _upload(self.device, np.where(better, sizes, 0).astype(np.int32))
             kernels.compare(slot.stream, slot.planes, slot.plane_stride, again, slot.plane_stride, compared, slot.plane_stride, differ)
             same = differ.cpu().numpy() == 0
         if not same.all():
@@ -235,8 +254,9 @@ class _Encoder:
     @staticmethod
     def _collect(work):
         work["done"].synchronize()
-        work["table"].crc[:] = work["crc"].numpy().view(np.uint32)
-        return work["table"], work["host"].numpy()
+        table = work["table"]
+        table.crc[:] = work["slot"].host_crc[:len(table.crc)].numpy().view(np.uint32)
+        return table, work["host"]
 
     def _assemble(self, tables, buffers, tile_chunks):
         """Cut the tiles' tables and buffers back into one payload a source."""
@@ -252,7 +272,7 @@ class _Encoder:
                 tile = c // tile_chunks
                 stop = min(last, (tile + 1) * tile_chunks)
                 base = starts[tile * tile_chunks]
-                parts.append(buffers[tile][starts[c] - base:ends[stop - 1] - base])
+                parts.append(buffers[tile][starts[c] - base:ends[stop - 1] - base].numpy())
                 c = stop
             payloads.append(Payload.assemble(source, self.codec, self.per_chunk, table, parts))
             first = last
@@ -265,34 +285,38 @@ DECODE_MEMORY = 512 << 20
 def decode(data: torch.Tensor, header: format.Header, table: format.Table, codec) -> torch.Tensor:
     """Decode a payload (uint8 [bytes], on a GPU or on the host) to uint8 [header.raw_bytes] on the same device.
 
-    Raises `ChecksumError`, `DecodeError`. Checksums are verified on the GPU before nvCOMP sees a byte.
+    Raises `ChecksumError`, `DecodeError`. All checksums are verified, where the bytes are, before nvCOMP sees one of them.
     """
     device = data.device if data.is_cuda else torch.device("cuda", torch.cuda.current_device())
+    if data.is_cuda and data.data_ptr() % ALIGN:
+        data = data.clone()
+    offsets, spans = table.piece_offsets + header.data_start, table.chunk_bytes
+    if data.is_cuda:
+        _check(data, table, offsets[0], spans)
+    else:
+        cpu.check_all(data.numpy(), table, offsets)
     transform, step = header.transform, header.chunk_elements * header.transform.width
-    out = torch.empty(header.raw_bytes, dtype=torch.uint8, device=data.device, pin_memory=False)
-    offsets, spans = table.piece_offsets, table.chunk_bytes
-    ends = header.data_start + np.cumsum(spans)
+    out = torch.empty(header.raw_bytes, dtype=torch.uint8, device=data.device)
+    ends = offsets[0] + spans
     plane_stride = int(aligned(transform.planes[0].raw_bytes(header.chunk_elements)))
     per_chunk = plane_stride + (0 if data.is_cuda else 2 * step)
     tile_chunks = max(1, min(DECODE_MEMORY // SLOTS // per_chunk, MAX_CHUNKS, header.chunks))
-    streams = _streams(device)
+    streams, batches = _streams(device), []
     for stream in streams:
         stream.wait_stream(torch.cuda.current_stream(device))
     for i, first in enumerate(range(0, header.chunks, tile_chunks)):
-        last = min(first + tile_chunks, header.chunks)
-        part = slice(first, last)
+        part = slice(first, min(first + tile_chunks, header.chunks))
         stream = streams[i % SLOTS]
-        start, stop = int(ends[first] - spans[first]), int(ends[last - 1])
+        start, stop = int(offsets[0, first]), int(ends[part.stop - 1])
         with torch.cuda.stream(stream):
-            stored = data[start:stop]
-            if not data.is_cuda or stored.data_ptr() % ALIGN:
-                stored = stored.to(device, copy=True, non_blocking=True)
-            relative = np.ascontiguousarray(offsets[:, part]) + (header.data_start - start)
-            result = out[first * step:min(last * step, header.raw_bytes)]
+            stored = data[start:stop].to(device, non_blocking=True)
+            result = out[first * step:min(part.stop * step, header.raw_bytes)]
             target = result if data.is_cuda else torch.empty(result.numel(), dtype=torch.uint8, device=device)
-            _decode_tile(stream, stored, header, codec, table, relative, spans, part, plane_stride, target)
+            batches.append(_decode_tile(stream, stored, header, codec, table, offsets[:, part] - start, part, plane_stride, target))
             if target is not result:
                 result.copy_(target)
+    for batch in batches:
+        _check_sizes(batch)
     for stream in streams:
         torch.cuda.current_stream(device).wait_stream(stream)
         if data.is_cuda:
@@ -301,34 +325,55 @@ def decode(data: torch.Tensor, header: format.Header, table: format.Table, codec
     return out
 
 
-def _decode_tile(stream, stored, header, codec, table, offsets, spans, part, plane_stride, target):
-    transform, device = header.transform, stream.device
-    device_offsets = _upload(device, offsets)
-    crc = torch.zeros(part.stop - part.start, dtype=torch.int32, device=device)
-    kernels.checksum(stream, stored, device_offsets[0], _upload(device, spans[part]), crc)
+def _check(data, table, starts, spans):
+    stream = torch.cuda.current_stream(data.device)
+    there, lengths = _upload(data.device, starts, spans)
+    crc = torch.empty(len(spans), dtype=torch.int32, device=data.device)
+    kernels.checksum(stream, data, there, lengths, crc)
     found = crc.cpu().numpy().view(np.uint32)
-    wrong = np.flatnonzero(found != table.crc[part])
+    wrong = np.flatnonzero(found != table.crc)
     if len(wrong):
         c = int(wrong[0])
-        raise ChecksumError(f"The stored bytes of a chunk have checksum {found[c]:#010x}, expected {int(table.crc[part.start + c]):#010x} "
-                            f"({len(wrong)} chunks of this tensor are damaged). The file is damaged; restore it from a copy, or resume "
-                            "from an earlier checkpoint.", chunk=part.start + c)
+        raise ChecksumError(f"The stored bytes of a chunk have checksum {found[c]:#010x}, expected {int(table.crc[c]):#010x} "
+                            f"({len(wrong)} of {len(found)} chunks of this tensor are damaged). The file is damaged; restore it from a "
+                            "copy, or resume from an earlier checkpoint.", chunk=c)
+
+
+def _decode_tile(stream, stored, header, codec, table, offsets, part, plane_stride, target):
+    """Launch one tile; what `_check_sizes` needs to see whether nvCOMP decoded all of it."""
+    transform = header.transform
     elements = header.elements_of(np.arange(part.start, part.stop, dtype=np.int64))
     coded = np.flatnonzero(table.mode[0, part] == CODED)
-    planes = torch.zeros(len(elements) * plane_stride if len(coded) else 0, dtype=torch.uint8, device=device)
+    planes = torch.zeros(len(elements) * plane_stride if len(coded) else 0, dtype=torch.uint8, device=stream.device)
+    batch, raw_sizes = None, []
     if len(coded):
         raw_sizes = transform.planes[0].raw_bytes(elements[coded]).tolist()
         chunk_bytes = transform.planes[0].raw_bytes(header.chunk_elements)
         coder = nvcomp.codec_for(codec, chunk_bytes, stream, exponents=transform is not WHOLE)
         try:
-            decoded = coder.decode(stored, offsets[0, coded].tolist(), table.size[0, part][coded].tolist(), planes,
-                                   (coded * plane_stride).tolist(), raw_sizes).sizes()
+            batch = coder.decode(stored, offsets[0, coded].tolist(), table.size[0, part][coded].tolist(), planes,
+                                 (coded * plane_stride).tolist(), raw_sizes)
         except Exception as err:
-            raise DecodeError(f"nvCOMP's {codec.name} refused chunks whose checksums are right: {err}. They were written wrongly, by a "
-                              "faulty encoder or on purpose.", chunk=part.start + int(coded[0])) from err
-        other = np.flatnonzero(np.array(decoded) != np.array(raw_sizes))
-        if len(other):
-            raise DecodeError(f"A chunk decodes to {decoded[other[0]]} bytes, expected {raw_sizes[other[0]]}. It was written wrongly, "
-                              "by a faulty encoder or on purpose.", chunk=part.start + int(coded[other[0]]))
-    kernels.merge(transform, stream, header.chunk_elements, stored, _upload(device, elements.astype(np.int32)), planes, plane_stride,
-                  _upload(device, table.mode[:, part]), device_offsets, target)
+            raise _refused(codec, err, part.start + int(coded[0])) from err
+    elements, modes, there = _upload(stream.device, elements.astype(np.int32), table.mode[:, part], offsets)
+    kernels.merge(transform, stream, header.chunk_elements, stored, elements, planes, plane_stride, modes, there, target)
+    return codec, batch, raw_sizes, part.start + coded
+
+
+def _check_sizes(decoded):
+    codec, batch, raw_sizes, chunks = decoded
+    if batch is None:
+        return
+    try:
+        sizes = batch.sizes()
+    except Exception as err:
+        raise _refused(codec, err, int(chunks[0])) from err
+    other = np.flatnonzero(np.array(sizes) != np.array(raw_sizes))
+    if len(other):
+        raise DecodeError(f"A chunk decodes to {sizes[other[0]]} bytes, expected {raw_sizes[other[0]]}. It was written wrongly, by a "
+                          "faulty encoder or on purpose.", chunk=int(chunks[other[0]]))
+
+
+def _refused(codec, err, chunk):
+    return DecodeError(f"nvCOMP's {codec.name} refused chunks whose checksums are right: {err}. They were written wrongly, by a faulty "
+                       "encoder or on purpose.", chunk=chunk)
