@@ -6,13 +6,14 @@ import hashlib
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import payloads
 import reference_decoder
-from conftest import ROOT
+ROOT = Path(__file__).resolve().parent.parent
 from ds_nvcomp import errors
 from ds_nvcomp.encoding import codecs
 

@@ -3,10 +3,11 @@ import ast
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from conftest import ROOT
+ROOT = Path(__file__).resolve().parent.parent
 
 PACKAGE = ROOT / "ds_nvcomp"
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))
