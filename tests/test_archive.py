@@ -212,6 +212,15 @@ def test_tensor_attributes():
     assert bits(found["x"].other["t"]) == bits(tensor.other["t"])
 
 
+def test_storage_that_begins_at_an_odd_address():
+    """torch.frombuffer with an offset: NumPy's views of it are not aligned."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int64):
+        raw = bytearray(b"\1\2\3") + bytearray(numbers(5000, dtype=dtype).view(torch.uint8).numpy().tobytes())
+        tensor = torch.frombuffer(raw, dtype=dtype, offset=3)
+        found = loaded([tensor, tensor[10:]])
+        assert bits(found[0]) == bits(tensor) and bits(found[1]) == bits(tensor[10:])
+
+
 def test_gradients_are_not_saved_and_non_leaves_are():
     leaf = numbers(3000).requires_grad_()
     middle = leaf * 2
@@ -892,6 +901,21 @@ def test_truncated_file_is_not_loaded(file):
         file.write_bytes(data[:length])
         with pytest.raises(Exception):
             ds_nvcomp.load(file)
+
+
+@pytest.mark.xfail(strict=True, reason="core: autoload registers _unpack under archive.unpack's name, and importing archive, in the midst of the "
+                   "first load, registers unpack under it as well; torch keeps one of the two by the order of a set, so that about one process "
+                   "in six fails at the second compressed storage with 'Trying to call reduce for unrecognized function _unpack'")
+def test_weights_only_accepts_whichever_function_it_was_given_first():
+    """torch holds the functions of a file against the values of {name: function}, and a file's first call imports `archive`."""
+    import subprocess
+    import sys
+    script = ("import torch, ds_nvcomp; ds_nvcomp.install(); before = torch.serialization.get_safe_globals(); import ds_nvcomp.archive\n"
+              "of = lambda entries: {n: f for f, n in (e if isinstance(e, tuple) else (e, e.__module__ + '.' + e.__name__) for e in entries)}\n"
+              "given = of(before)['ds_nvcomp.archive.unpack']; after = torch.serialization.get_safe_globals()\n"
+              "print(all(given in of(order).values() for order in (after, after[::-1])))")
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "True"
 
 
 def test_without_the_package(file, tmp_path):
