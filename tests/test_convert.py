@@ -39,7 +39,8 @@ def model_states():
                               t=weight.data.t()),
         "weight": weight, "bits": bits.view(torch.float32), "tagged": tagged, "frozen": torch.randn(8_000).requires_grad_(),
         "zeros": torch.zeros(50_000), "empty": torch.empty(0, 3), "scalar": torch.tensor(-0.0),
-        "every_other": torch.randn(30_000)[::2], "ints": torch.arange(10_000), "fp8": torch.randn(9_000).to(torch.float8_e4m3fn),
+        "every_other": torch.randn(30_000)[::2], "ints": torch.arange(10_000),
+        "fp8": torch.randn(9_000).to(torch.float8_e4m3fn),
         "sparse": torch.eye(80).to_sparse(),
         "scaler": Scaler(2.0**16), "names": {"x", "y", "z"}, "dp_world_size": 2, "nothing": None,
     }

@@ -15,8 +15,13 @@ from ..errors import ArchiveError, DsNvcompError, TruncatedError
 
 SLICE = 8 << 20  # bytes read at a time
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")
+_CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
+_END64 = struct.Struct("<4sQHHIIQQQQ")
+_LOCATOR64 = struct.Struct("<4sIQI")
+_END = struct.Struct("<4sHHHHIIH")
+_IS_DIRECTORY = 1 << 4  # of the DOS attributes
 _SIZES_FOLLOW = 1 << 3  # flag of entries whose checksum and sizes come behind the data; torch's own writer sets it
-_ZIP64_ID, _MAX32 = 1, 0xFFFFFFFF
+_ZIP64_ID, _MAX32, _MAX16 = 1, 0xFFFFFFFF, 0xFFFF
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,7 @@ class Records:
                                "from a copy.")
         if not infos:
             raise ArchiveError("The zip is empty; torch.save writes at least data.pkl. Restore the file from a copy.")
+        self._check_directory(infos)
         root = infos[0].orig_filename.partition("/")[0] + "/"  # as torch finds it
         self.records: dict[str, Record] = {}
         seen = set()
@@ -108,6 +114,32 @@ class Records:
                 self.records[name] = self._record(name, info)
             except DsNvcompError as err:
                 self.problem(err)
+
+    def _check_directory(self, infos) -> None:
+        """What zipfile passes over in the directory and its end, and torch's reader does not. No byte is left unexplained."""
+        end = self.bytes - len(self._zip.comment) - _END.size
+        start = at = self._zip.start_dir
+        where = "The zip directory"
+        wrong = ArchiveError("The zip directory contradicts itself. The file is damaged; restore it from a copy.")
+        for info in infos:
+            fields = _CENTRAL.unpack(self.read_at(at, _CENTRAL.size, where))
+            name_bytes, extra_bytes, comment_bytes, disk, _, attributes = fields[10:16]
+            # An entry that is marked as a directory is read by torch as memory that nobody has written to.
+            if fields[0] != b"PK\1\2" or comment_bytes or disk or attributes & _IS_DIRECTORY:
+                raise wrong
+            at += _CENTRAL.size + name_bytes + extra_bytes
+        count, size = len(infos), at - start
+        if at + _END64.size + _LOCATOR64.size == end:
+            record = _END64.unpack(self.read_at(at, _END64.size, where))
+            if (record[0], record[1], *record[4:]) != (b"PK\6\6", _END64.size - 12, 0, 0, count, count, size, start) or \
+                    _LOCATOR64.unpack(self.read_at(at + _END64.size, _LOCATOR64.size, where)) != (b"PK\6\7", 0, at, 1):
+                raise wrong
+        elif at != end:
+            raise wrong
+        found = _END.unpack(self.read_at(end, _END.size, where))[:7]
+        expected = [(b"PK\5\6",), *[(0, _MAX16)] * 2, *[(count, _MAX16)] * 2, (size, _MAX32), (start, _MAX32)]
+        if any(value not in allowed for value, allowed in zip(found, expected)):
+            raise wrong
 
     def _record(self, name, info) -> Record:
         where = f"Record {name[:200]!r}"
