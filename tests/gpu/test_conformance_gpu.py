@@ -399,6 +399,17 @@ def test_archive_of_the_cpu_loads_on_the_gpu_and_back(state):
                     assert value.device.type == location and archive.bits(value) == archive.bits(state[name]), (codec, device, name)
 
 
+@pytest.mark.parametrize("codec", ["deflate", "ans"])
+@pytest.mark.parametrize("location", [None, "cpu", "cuda"])
+def test_default_device(codec, location, state):
+    """torch.set_default_device("cuda") is for the user's tensors, not for our buffers on the host."""
+    with torch.device("cuda"):
+        found = torch.load(io.BytesIO(archive.saved(state, {"codec": codec, "fsync": False})), map_location=location)
+    for name in ("base", "half", "on the host"):
+        assert archive.bits(found[name]) == archive.bits(state[name])
+        assert found[name].device.type == (location or state[name].device.type)
+
+
 def test_device_cpu_keeps_off_the_gpu(state, monkeypatch):
     monkeypatch.setattr(gpu, "encode", lambda *_: pytest.fail("went through the GPU"))
     data = archive.saved(state, {"device": "cpu", "fsync": False})
