@@ -103,6 +103,8 @@ def copy_through(obj, config=None):
 
 def numbers(*shape, dtype=torch.float32, content="normal", seed=""):
     count = int(np.prod(shape)) if shape else 1
+    if not count:
+        return torch.empty(shape, dtype=dtype)
     raw = make(str(dtype).removeprefix("torch."), content, count * dtype.itemsize, seed)
     return torch.from_numpy(raw.copy()).view(dtype).reshape(shape)
 
