@@ -125,10 +125,11 @@ def restore(engine, directory: Path, **options) -> int:
     return client["step"]
 
 
-def resumes(directory: Path, settings: dict, build=models.Model, across: bool = False) -> Path:
+def resumes(directory: Path, settings: dict, build=models.Model, across: bool = False, exact: bool = True) -> Path:
     """Compressed and plain training that save at step 2, and a fresh engine that goes on from there, agree in every bit.
 
-    With `across`, DeepSpeed's own engine also resumes the compressed checkpoint, and ours the plain one.
+    With `across`, DeepSpeed's own engine also resumes the compressed checkpoint, and ours the plain one. `exact=False` is for
+    where DeepSpeed itself does not resume to the bit: then the one that resumed from the plain checkpoint is the measure.
     """
     plain, ours = settings, compressed(settings)
     runs = {}
@@ -146,14 +147,17 @@ def resumes(directory: Path, settings: dict, build=models.Model, across: bool = 
     assert runs["plain"] == uninterrupted, "the comparison is worth nothing: plain saving changes the training"
     assert runs["compressed"] == uninterrupted, "saving compressed changed the training"
     assert len(set(uninterrupted[0])) == STEPS
-    resumptions = [("compressed", ours), ("plain", plain)] + ([("compressed", plain), ("plain", ours)] if across else [])
+    expected = uninterrupted[0][SAVE_AT:], uninterrupted[1]
+    resumptions = [("plain", plain), ("compressed", ours)] + ([("compressed", plain), ("plain", ours)] if across else [])
     for name, chosen in resumptions:
         engine = make(chosen, build, seed=99)
         step = restore(engine, directory / name)
         losses, end = train(engine, step, STEPS), state(engine)
         engine.destroy()
-        assert losses == uninterrupted[0][SAVE_AT:], (name, losses, uninterrupted[0])
-        assert end == uninterrupted[1], (name, [part for part in end if end[part] != uninterrupted[1].get(part)])
+        if not exact and name == "plain":
+            expected = losses, end
+        assert losses == expected[0], (name, losses, expected[0])
+        assert end == expected[1], (name, [part for part in end if end[part] != expected[1].get(part)])
     dist.barrier()
     tag = (directory / "compressed" / "latest").read_text()
     assert tag == (directory / "plain" / "latest").read_text()
@@ -167,8 +171,8 @@ def resumes(directory: Path, settings: dict, build=models.Model, across: bool = 
 
 # -- ZeRO and precisions ------------------------------------------------------------------------------------------------------
 
-def _zero(directory, stage, precision, more):
-    resumes(directory, config(stage, precision, **more), across=precision == "bf16" and stage in (2, 3))
+def _zero(directory, stage, precision, more, exact=True):
+    resumes(directory, config(stage, precision, **more), across=precision == "bf16" and stage in (2, 3), exact=exact)
 
 
 for _precision in ("bf16", "fp32", "fp16"):
@@ -176,8 +180,11 @@ for _precision in ("bf16", "fp32", "fp16"):
         case(f"zero_{_precision}", f"zero{_stage}_{_precision}", _stage, _precision, {})(_zero)
 case("zero_bf16", "bf16_optimizer", 1, "bf16", {"data_types": {"grad_accum_dtype": "fp32"}})(_zero)
 case("zero_bf16", "zero2_accumulation", 2, "bf16", {"gradient_accumulation_steps": 2})(_zero)
-case("offload", "zero2_offload", 2, "bf16", {"zero_optimization": {"offload_optimizer": {"device": "cpu"}},
-                                             "optimizer": {"params": {"lr": 1e-2}}})(_zero)
+# CPUAdam multiplies its bias corrections up step by step, and takes powers after a load: not the same bits.
+for _stage in (2, 3):
+    case("offload", f"zero{_stage}_offload", _stage, "bf16", {
+        "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}, False)(_zero)
 
 
 @case("zero_fp32", "config_zero1_fp32", "zero1_fp32.json")
