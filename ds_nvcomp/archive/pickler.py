@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch.serialization import location_tag, normalize_storage_type
 
-from .storage import unpack
+from .storage import storage_dtype, unpack
 
-_rebuild = torch._utils._rebuild_tensor_v2
+_rebuilds = {torch._utils._rebuild_tensor_v2, torch._utils._rebuild_tensor_v3}  # v3: dtypes that came after typed storages
 _rebuild_from_type = torch._tensor._rebuild_from_type_v2
 
 
@@ -41,23 +41,21 @@ class Span:
 
 
 class _Pickler(pickle.Pickler):
-    """Calls `self.storage(tensor, typed_storage, offset)` for the storage of every plain tensor: its stand-in and new offset."""
+    """Calls `self.storage(tensor, storage, offset)` for the storage of every plain tensor: its stand-in and new offset."""
 
     def reducer_override(self, obj):
         if type(obj) is not torch.Tensor:
             return NotImplemented
         reduced = obj.__reduce_ex__(self.protocol)
-        if reduced[0] is _rebuild:
-            return (_rebuild, self._swap(obj, reduced[1]), *reduced[2:])
-        if reduced[0] is _rebuild_from_type and reduced[1][0] is _rebuild:  # a tensor with attributes, such as ZeRO-3's ds_id
+        if reduced[0] in _rebuilds:
+            return (reduced[0], self._swap(obj, reduced[1]), *reduced[2:])
+        if reduced[0] is _rebuild_from_type and reduced[1][0] in _rebuilds:  # a tensor with attributes, such as ZeRO-3's ds_id
             func, kind, args, state = reduced[1]
             return (_rebuild_from_type, (func, kind, self._swap(obj, args), state), *reduced[2:])
         return reduced
 
     def _swap(self, tensor, args):
         storage, offset, *rest = args
-        if not isinstance(storage, torch.storage.TypedStorage):
-            return args
         return (*self.storage(tensor, storage, offset), *rest)
 
 
@@ -72,10 +70,10 @@ class _Collector(_Pickler):
         self.protocol = 2
         self.storages, self.ranges, self.whole, self.dtypes = {}, {}, set(), {}
 
-    def storage(self, tensor, typed, offset):
-        storage = typed._untyped_storage
-        one_dtype(self.dtypes, storage, tensor.dtype)
-        self.storages[storage._cdata] = storage, tensor.dtype
+    def storage(self, tensor, storage, offset):
+        storage = storage._untyped_storage if isinstance(storage, torch.storage.TypedStorage) else storage
+        one_dtype(self.dtypes, storage, storage_dtype(tensor.dtype))
+        self.storages.setdefault(storage._cdata, (storage, tensor.dtype))
         if tensor.numel():
             last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
             size = tensor.element_size()
@@ -94,6 +92,7 @@ class _Collector(_Pickler):
 # Flat buffers pad between tensors for alignment. Wider gaps are other tensors, that this object does not save: an expert's file
 # must not carry its neighbours.
 GAP = 4096
+ALIGN = 16  # spans start on this: a whole number of elements of every dtype, and of the GPU's widest loads
 
 
 @dataclass
@@ -120,11 +119,12 @@ def collect(obj) -> Plan:
             continue
         storage, dtype = collector.storages[key]
         merged = spans[key] = []
-        for start, stop in sorted(ranges):
-            if merged and start <= merged[-1].stop + GAP:
+        for first, stop in sorted(ranges):
+            start = first - first % ALIGN
+            if merged and first <= merged[-1].stop + GAP:
                 merged[-1].stop = max(merged[-1].stop, stop)
             else:
-                merged.append(Span(storage, dtype, names.get((key, start), ""), start, stop))
+                merged.append(Span(storage, dtype, names.get((key, first), ""), start, stop))
     return Plan(collector.storages, spans)
 
 
@@ -154,10 +154,10 @@ class _Writer(_Pickler):
         super().__init__(file, protocol=protocol)
         self.protocol, self.entries, self.plain, self.dtypes = protocol, entries, plain, {}
 
-    def storage(self, tensor, typed, offset):
-        entries = self.entries.get(typed._untyped_storage._cdata)
+    def storage(self, tensor, storage, offset):
+        entries = self.entries.get(getattr(storage, "_untyped_storage", storage)._cdata)
         if entries is None:
-            return typed, offset
+            return storage, offset
         size = tensor.element_size()
         # An empty tensor has no bytes of its own: any storage of its dtype will do.
         at = max(0, bisect_right(entries, offset * size, key=lambda entry: entry.start) - 1) if tensor.numel() else 0
@@ -170,6 +170,8 @@ class _Writer(_Pickler):
         if type(obj) is Entry:
             if obj.meta is not None:
                 return None
+            if storage_dtype(obj.dtype) != obj.dtype:
+                return "storage", torch.UntypedStorage, obj.key, obj.location, obj.nbytes
             kind = getattr(torch, torch.storage._dtype_to_storage_type_map()[obj.dtype])
             return "storage", kind, obj.key, obj.location, obj.nbytes // obj.dtype.itemsize
         if isinstance(obj, torch.storage.TypedStorage):

@@ -21,6 +21,11 @@ def describe(dtype: torch.dtype, nbytes: int, name: str) -> dict:
             "by": f"ds_nvcomp {__version__}"}
 
 
+def storage_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a storage of `dtype` elements in torch's format: bytes for those that came after typed storages, such as fp8."""
+    return dtype if dtype in torch.storage._dtype_to_storage_type_map() else torch.uint8
+
+
 def unpack(payload: torch.storage.TypedStorage, meta: dict) -> torch.storage.TypedStorage:
     """Decode `payload` (uint8) to a storage of `meta["bytes"]` bytes of `meta["dtype"]` on the payload's device.
 
@@ -40,7 +45,7 @@ def unpack(payload: torch.storage.TypedStorage, meta: dict) -> torch.storage.Typ
                 raise HeaderError(f"The payload holds {header.raw_bytes} bytes by {header.transform.name}, the pickle expects "
                                   f"{nbytes} bytes of {meta['dtype']}. The file is damaged; restore it from a copy.")
             decoded = decode_payload(data, parsed).untyped_storage()
-        return torch.storage.TypedStorage(wrap_storage=decoded, dtype=dtype, _internal=True)
+        return torch.storage.TypedStorage(wrap_storage=decoded, dtype=storage_dtype(dtype), _internal=True)
     except DsNvcompError as err:
         raise err.at(tensor=name)
 

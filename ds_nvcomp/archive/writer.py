@@ -91,8 +91,8 @@ def _write(obj, write_at, config, root, protocol, progress):
             entries[key].append(entry)
 
     data = pickler.dump(obj, protocol, entries, plain)
-    for name, text in ((".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", b"little")):
-        zipped.add(name, [text])
+    # No `.format_version`: it promises torch.save's own order and sizes of records, from which torch may compute their offsets.
+    zipped.add("byteorder", [b"little"])
     for key, parts in records.items():
         zipped.add(f"data/{key}", [_host_bytes(part) if isinstance(part, pickler.Span) else part for part in parts])
     zipped.add("data.pkl", [data])
