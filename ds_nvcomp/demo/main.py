@@ -125,7 +125,9 @@ class _Stage:
         shape = SHAPES[self.device]
         config = self.home / f"ds_config_{'compressed' if block else 'plain'}.json"
         config.write_text(json.dumps({**self._config(shape["batch"]), **block}, indent=2))
-        arguments = ["--config", str(config), "--steps", str(self.steps), *options]
+        # What is to be killed has steps before it up to its next save, so that the kill does not come late on a fast machine.
+        steps = self.steps if kill_after is None else max(self.steps, 2 * self.save_at - 1)
+        arguments = ["--config", str(config), "--steps", str(steps), *options]
         for key, value in shape.items():
             arguments += [f"--{key}", str(value)]
         task = self.progress.add_task(what, total=self.steps)
@@ -190,19 +192,17 @@ class _Stage:
         losses = [_losses(uninterrupted, rank) for rank in range(self.ranks)]
         states = [_state(uninterrupted, rank) for rank in range(self.ranks)]
         for name, way in saved.items():
-            for run, steps in ((way.killed, range(1, self.kill_after + 1)), (way.resumed, range(self.save_at + 1, self.steps + 1))):
-                for rank in range(self.ranks):
-                    mine = _losses(run, rank)
-                    # A killed rank may have logged steps beyond the one that rank 0 was killed after, or lack the last one.
-                    if run is way.killed:
-                        steps = range(1, max(mine) + 1)
-                    elif set(mine) != set(steps):
-                        differences.append(f"ZeRO-{self.stage}, {name}, rank {rank}: resumed for steps {sorted(mine)}, not {steps}")
-                    differences += [f"ZeRO-{self.stage}, {run.directory.name} {name}, rank {rank}: loss of step {step} is {mine.get(step)}, "
-                                    f"uninterrupted {losses[rank].get(step)}" for step in steps if mine.get(step) != losses[rank].get(step)]
             for rank in range(self.ranks):
+                where = f"ZeRO-{self.stage}, {name}, rank {rank}"
+                killed, resumed = _losses(way.killed, rank), _losses(way.resumed, rank)
+                if not killed or sorted(resumed) != list(range(self.save_at + 1, self.steps + 1)):
+                    differences.append(f"{where}: killed after step {max(killed, default=0)} it resumed for the steps {sorted(resumed)}")
+                compared = {step: bits for step, bits in killed.items() if step <= self.steps}
+                for what, mine in (("before the kill", compared), ("after the resumption", resumed)):
+                    differences += [f"{where}: the loss of step {step} {what} is {bits}, uninterrupted {losses[rank].get(step)}"
+                                    for step, bits in mine.items() if bits != losses[rank].get(step)]
                 state = _state(way.resumed, rank)
-                differences += [f"ZeRO-{self.stage}, {name}, rank {rank}: final {part} differ" for part in sorted(states[rank] | state)
+                differences += [f"{where}: the final {part} differ" for part in sorted(states[rank] | state)
                                 if state.get(part) != states[rank].get(part)]
 
         table = Table(title=f"ZeRO-{self.stage} after {self.steps} steps: bits of the losses, sha256 of the states (all ranks)",
