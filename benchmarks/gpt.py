@@ -84,12 +84,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--save-at", type=int, default=250)
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--beta2", type=float, default=0.999)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=17)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--local_rank", type=int, default=0)
     args = parser.parse_args()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # its backward pass is not deterministic
     deepspeed.init_distributed()
     rank = torch.distributed.get_rank()
     torch.manual_seed(1)
@@ -97,7 +99,7 @@ def main() -> None:
     config = {
         "train_micro_batch_size_per_gpu": args.batch, "gradient_clipping": 1.0, "bf16": {"enabled": True},
         "zero_optimization": {"stage": args.zero},
-        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, args.beta2], "weight_decay": 0.1, "torch_adam": True}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 50, "warmup_max_lr": 3e-4}},
     }
     if args.engine == "nvcomp":
@@ -110,6 +112,7 @@ def main() -> None:
         began = time.perf_counter()
         _, client = engine.load_checkpoint(args.out)
         step, result["load_seconds"] = client["step"], time.perf_counter() - began
+        result["state_at_checkpoint"] = state_hash(engine)
     while step < args.steps:
         generator = torch.Generator().manual_seed(1000 * step + rank)
         at = torch.randint(len(text) - CONTEXT - 1, (args.batch,), generator=generator)
@@ -124,6 +127,7 @@ def main() -> None:
             began = time.perf_counter()
             engine.save_checkpoint(args.out, client_state={"step": step})
             result["save_seconds"] = time.perf_counter() - began
+            result["state_at_checkpoint"] = state_hash(engine)
     result["state"], result["loss"] = state_hash(engine), float.fromhex(result["losses"][step])
     if rank == 0:
         print("RESULT " + json.dumps(result), flush=True)

@@ -1,6 +1,6 @@
 """Ratios and device speeds on a trained GPT's ZeRO-2 checkpoint, beside torch.save and nvCOMP Zstd on raw bytes, in one run.
 
-    python benchmarks/ratio_and_speed.py [--out RESULTS_DIR] [--steps 300]      (one NVIDIA GPU; about 4 minutes)
+    python benchmarks/ratio_and_speed.py [--out RESULTS_DIR] [--steps 350]      (one NVIDIA GPU; about 4 minutes)
 
 Trains benchmarks/gpt.py, saving with our engine and with DeepSpeed's own, resumes and compares bits, then encodes every kind of
 tensor with several codecs, and times the encoder and decoder on 8 GiB of master weights with device events, without a host copy.
@@ -110,7 +110,7 @@ def speed(weights, codec, gpu_memory) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default=str(HERE / "results"))
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=350)
     args = parser.parse_args()
     versions = {"date": str(date.today()), "device": torch.cuda.get_device_name(), "ds_nvcomp": __version__,
                 "torch": torch.__version__, "python": platform.python_version(), "cpus": os.cpu_count()}
