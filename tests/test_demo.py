@@ -40,7 +40,7 @@ while step < int(a.steps):
     event(event="step", step=step, loss=1.0 / step, bits=bits)
     if home and step % int(a.save_every) == 0:
         if rank == 0:
-            (home / str(step)).mkdir(parents=True)
+            (home / str(step)).mkdir(parents=True, exist_ok=True)
             for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"):
                 with zipfile.ZipFile(home / str(step) / name, "w") as z:
                     z.writestr("archive/data.pkl", "ds_nvcomp" if ours and fault != "not compressed" else "plain" * 5)
