@@ -31,17 +31,22 @@ def install() -> None:
     DeepSpeed may be imported before or after. Raises whatever keeps it from working.
     """
     import torch
-    torch.serialization.add_safe_globals([(_unpack, "ds_nvcomp.archive.unpack")])
+    torch.serialization.add_safe_globals([(_Lazy(name), f"ds_nvcomp.archive.{name}") for name in ("unpack", "check_seal", "sealed")])
     if _DEEPSPEED in sys.modules:
         _patch_deepspeed(sys.modules[_DEEPSPEED])
     elif not any(isinstance(finder, _PostImport) for finder in sys.meta_path):
         sys.meta_path.insert(0, _PostImport())
 
 
-def _unpack(*args):
-    """`archive.unpack`, imported when a file needs it."""
-    from .archive import unpack
-    return unpack(*args)
+class _Lazy:
+    """A function of `archive`, which is imported when a file needs it."""
+
+    def __init__(self, name):
+        self._name = name
+
+    def __call__(self, *args):
+        from . import archive
+        return getattr(archive, self._name)(*args)
 
 
 def _patch_deepspeed(module) -> None:

@@ -5,8 +5,13 @@ import torch
 
 from .writer import SaveReport, save
 from .reader import load
+from .seal import check_seal, sealed
 from .storage import unpack
 
-__all__ = ["save", "load", "unpack", "SaveReport"]
+__all__ = ["save", "load", "unpack", "check_seal", "sealed", "SaveReport"]
 
-torch.serialization.add_safe_globals([unpack])  # weights_only=True: it runs nothing but decoders
+# weights_only=True: these run nothing but decoders and checks. Where autoload has registered its stand-ins, they stay: torch looks a
+# function up again when it calls it, and this import may be in the middle of a load.
+_registered = {entry[1] for entry in torch.serialization.get_safe_globals() if isinstance(entry, tuple)}
+torch.serialization.add_safe_globals(
+    [function for function in (unpack, check_seal, sealed) if f"ds_nvcomp.archive.{function.__name__}" not in _registered])

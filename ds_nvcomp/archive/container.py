@@ -27,6 +27,7 @@ class Container:
     def __init__(self, write: Callable[[int, Sequence], None], root: str = "archive"):
         self._write, self._root = write, root
         self._end = 0
+        self.checksums: dict[str, tuple[int, int]] = {}  # bytes and CRC-32 of each entry
         self._entries: list[tuple[bytes, int, int, int]] = []  # name, local header offset, bytes, crc
 
     def add(self, name: str, parts: Sequence) -> int:
@@ -44,6 +45,7 @@ class Container:
                              len(path), len(extra)) + path + extra
         self._write(self._end, [header, *parts])
         self._entries.append((path, self._end, size, crc))
+        self.checksums[name] = size, crc
         start = self._end + len(header)
         self._end = start + size
         return start

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.serialization import location_tag, normalize_storage_type
 
+from .seal import Sealed
 from .storage import storage_dtype, unpack
 
 _rebuilds = {torch._utils._rebuild_tensor_v2, torch._utils._rebuild_tensor_v3}  # v3: dtypes that came after typed storages
@@ -190,7 +191,7 @@ def dump(obj, protocol: int, entries: dict[int, list[Entry]], plain) -> bytes:
     """The pickle of `obj` with the spans of storages in `entries` in place, ordered as in the plan; `plain(storage)` gives the record
     key of any other storage."""
     file = io.BytesIO()
-    _Writer(file, protocol, entries, plain).dump(obj)
+    _Writer(file, protocol, entries, plain).dump(Sealed(obj))
     return file.getvalue()
 
 

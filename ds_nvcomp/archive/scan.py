@@ -14,7 +14,8 @@ import torch
 
 from ..encoding import codecs, format, transforms
 from ..encoding.codecs import CodecId
-from ..errors import ArchiveError, DsNvcompError, HeaderError, TableError, TruncatedError, UnsupportedVersionError
+from ..errors import ArchiveError, ChecksumError, DsNvcompError, HeaderError, TableError, TruncatedError, UnsupportedVersionError
+from . import seal
 from .records import Records
 from .storage import META_VERSION
 from .symbolic import Call, Dict, Global, Items, Persistent, read as read_pickle
@@ -34,7 +35,7 @@ _REBUILDS = {"torch._utils._rebuild_tensor": None, "torch._utils._rebuild_tensor
              "torch._utils._rebuild_tensor_v3": 6, "torch._utils._rebuild_qtensor": None}
 _FROM_TYPE = ("torch._tensor._rebuild_from_type", "torch._tensor._rebuild_from_type_v2")
 _PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
-_UNPACK = "ds_nvcomp.archive.unpack"
+_UNPACK, _SEALED = "ds_nvcomp.archive.unpack", "ds_nvcomp.archive.sealed"
 
 
 @dataclass(frozen=True)
@@ -147,8 +148,32 @@ def scan_records(records: Records) -> FileScan:
     except DsNvcompError as err:
         raise err.at(path=records.path)
     walk = _Walk(records)
+    if _calls(root, _SEALED) and type(root.args) is tuple and len(root.args) == 2:
+        walk.globals.add(_SEALED)
+        _check_seal(records)
+        root = root.args[1]
     walk.run(root)
     return FileScan(records.path, records.bytes, walk.rows, sorted(walk.globals), root)
+
+
+def _calls(node, name: str) -> bool:
+    return type(node) is Call and type(node.func) is Global and str(node.func) == name
+
+
+def _check_seal(records: Records) -> None:
+    """What torch.load would verify of a sealed file, by the zip's own checksums."""
+    record = records.records.get(seal.RECORD)
+    try:
+        if record is None:
+            raise ArchiveError(f"The file's record {seal.RECORD!r} is missing. The file is damaged, or was repacked.")
+        for name, check in seal.read_seal(b"".join(records.slices(record))).items():
+            there = records.records.get(name)
+            found = None if there is None else [there.size, there.crc]
+            if found != list(check):
+                raise ChecksumError(f"The seal says that record {name!r} has {check} as bytes and checksum, the zip says {found}. The "
+                                    "file is damaged; restore it from a copy.")
+    except DsNvcompError as err:
+        records.problem(err)
 
 
 class _Name:
@@ -251,7 +276,7 @@ class _Walk:
         if type(node) is Persistent:
             record, location, dtype, nbytes = self._reference(node)
             key = record.name
-        elif type(node) is Call and type(node.func) is Global and str(node.func) == _UNPACK:
+        elif _calls(node, _UNPACK):
             self.globals.add(str(node.func))
             key = id(node)
         else:
@@ -308,6 +333,9 @@ class _Walk:
             if header.raw_bytes != raw_bytes or header.transform is not transforms.for_dtype(meta_dtype):
                 raise HeaderError(f"The payload holds {header.raw_bytes} bytes by {header.transform.name}, the pickle "
                                   f"expects {raw_bytes} bytes of {meta_dtype}. The file is damaged; restore it from a copy.")
+            if header.crc != meta.get("crc"):
+                raise ChecksumError(f"The payload's header has checksum {header.crc:#010x}, the pickle expects {meta.get('crc')!r}: it "
+                                    "is another tensor's. The file is damaged; restore it from a copy.")
         except DsNvcompError as err:
             self.records.problem(err.at(tensor=name))
             return stored

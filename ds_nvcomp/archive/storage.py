@@ -9,16 +9,19 @@ import torch
 
 from .. import __version__
 from ..encoding import transforms
-from ..errors import DsNvcompError, HeaderError, UnsupportedVersionError
-from ..pipeline import decode_payload, parse_payload
+from ..errors import ChecksumError, DsNvcompError, HeaderError, UnsupportedVersionError
+from ..pipeline import Payload, decode_payload, parse_payload
 
 META_VERSION = 1
 
 
-def describe(dtype: torch.dtype, nbytes: int, name: str) -> dict:
-    """The `meta` of a storage span: `nbytes` decoded bytes of `dtype`; `name` is where in the object it was first met."""
-    return {"version": META_VERSION, "dtype": str(dtype).removeprefix("torch."), "bytes": nbytes, "name": name,
-            "by": f"ds_nvcomp {__version__}"}
+def describe(dtype: torch.dtype, payload: Payload, name: str) -> dict:
+    """The `meta` of a payload that decodes to `dtype`; `name` is where in the object it was first met.
+
+    `crc` is the header's checksum. Through the table's, it covers every chunk: no other payload can be put in this one's place.
+    """
+    return {"version": META_VERSION, "dtype": str(dtype).removeprefix("torch."), "bytes": payload.header.raw_bytes,
+            "crc": payload.crc, "name": name, "by": f"ds_nvcomp {__version__}"}
 
 
 def storage_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -44,6 +47,9 @@ def unpack(payload: torch.storage.TypedStorage, meta: dict) -> torch.storage.Typ
             if header.raw_bytes != nbytes or header.transform is not transforms.for_dtype(meta["dtype"]):
                 raise HeaderError(f"The payload holds {header.raw_bytes} bytes by {header.transform.name}, the pickle expects "
                                   f"{nbytes} bytes of {meta['dtype']}. The file is damaged; restore it from a copy.")
+            if header.crc != meta.get("crc"):
+                raise ChecksumError(f"The payload's header has checksum {header.crc:#010x}, the pickle expects {meta.get('crc')!r}: it "
+                                    "is another tensor's. The file is damaged; restore it from a copy.")
             decoded = decode_payload(data, parsed).untyped_storage()
         return torch.storage.TypedStorage(wrap_storage=decoded, dtype=storage_dtype(dtype), _internal=True)
     except DsNvcompError as err:

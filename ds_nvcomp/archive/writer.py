@@ -13,7 +13,7 @@ from torch.serialization import location_tag
 from ..config import Config
 from ..encoding import transforms
 from ..pipeline import Source, encode
-from . import files, pickler
+from . import files, pickler, seal
 from .container import Container
 from .storage import describe
 
@@ -83,8 +83,8 @@ def _write(obj, write_at, config, root, protocol, progress):
         for span in spans:
             payload = payloads.get(id(span))
             entry = pickler.Entry(str(len(records)), span.dtype, span.nbytes, location_tag(span.storage), span.start)
-            if payload is not None and payload.nbytes < span.nbytes:
-                entry.nbytes, entry.meta = payload.nbytes, describe(span.dtype, span.nbytes, span.name)
+            if payload is not None:  # also where it did not shrink: its checksums are worth more than its 0.01 %
+                entry.nbytes, entry.meta = payload.nbytes, describe(span.dtype, payload, span.name)
                 records[entry.key] = payload.parts
             else:
                 records[entry.key] = [span]
@@ -97,6 +97,8 @@ def _write(obj, write_at, config, root, protocol, progress):
         zipped.add(f"data/{key}", [_host_bytes(part) if isinstance(part, pickler.Span) else part for part in parts])
     zipped.add("data.pkl", [data])
     zipped.add("version", [b"3\n"])
+    guarded = {f"data/{entry.key}" for spans in entries.values() for entry in spans if entry.meta is not None}
+    zipped.add(seal.RECORD, [seal.write_seal({name: check for name, check in zipped.checksums.items() if name not in guarded})])
     stored = zipped.close()
     raw = sum(span.nbytes for span in plan.all_spans()) + sum(storage.nbytes() for storage in keep)
     return SaveReport(raw, stored, time.perf_counter() - began)

@@ -43,6 +43,7 @@ class Header:
     elements: int
     data_bytes: int
     table_crc: int = 0
+    crc: int = 0             # of the header itself, as read
 
     @property
     def chunks(self) -> int:
@@ -137,7 +138,7 @@ def parse_header(head: bytes, payload_bytes: int) -> Header:
         raise HeaderError(f"Transform {transform.name} has {len(transform.planes)} planes, the header says {planes}.")
     if not 0 < chunk_elements <= MAX_CHUNK_ELEMENTS or chunk_elements % 16:
         raise HeaderError(f"Elements per chunk must be a multiple of 16 from 16 to {MAX_CHUNK_ELEMENTS}, found {chunk_elements}.")
-    header = Header(transform, codec_id, revision, chunk_elements, elements, data_bytes, table_crc)
+    header = Header(transform, codec_id, revision, chunk_elements, elements, data_bytes, table_crc, head_crc)
     if chunks != header.chunks:
         raise HeaderError(f"{elements} elements in chunks of {chunk_elements} are {header.chunks} chunks, the header says {chunks}.")
     if header.data_start + data_bytes != payload_bytes:

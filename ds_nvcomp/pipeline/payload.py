@@ -32,6 +32,11 @@ class Payload:
     def nbytes(self) -> int:
         return self.header.data_start + self.header.data_bytes
 
+    @property
+    def crc(self) -> int:
+        """The checksum that ends the header."""
+        return int.from_bytes(self.parts[0][format.HEADER.size - 4:format.HEADER.size], "little")
+
     @classmethod
     def assemble(cls, source: Source, codec: CodecId, chunk_elements: int, table: format.Table, data: Sequence) -> "Payload":
         header = format.Header(source.transform, codec.number, codec.revision, chunk_elements, source.elements,

@@ -1,0 +1,95 @@
+"""The seal of a file: checksums of every record that no payload guards, verified before the pickle builds anything.
+
+torch.load verifies no checksum: a flipped bit in the pickle, or in a tensor stored plain, is loaded as it is (tried with torch 2.13).
+So the pickle of our files is `sealed(check_seal(1), object)`, in which `check_seal` runs first and finds, up its call stack, the zip
+that torch.load is reading. Compressed storages have checksums of their own, bound to the pickle by `meta["crc"]`.
+"""
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+from isal.isal_zlib import crc32
+
+from ..errors import ArchiveError, ChecksumError, UnsupportedVersionError
+
+RECORD = "ds_nvcomp/seal"
+VERSION = 1
+
+
+class Sealed:
+    """What to pickle instead of `obj`."""
+
+    def __init__(self, obj):
+        self.obj = obj
+
+    def __reduce__(self):
+        return sealed, (_Check(), self.obj)
+
+
+class _Check:
+    def __reduce__(self):
+        return check_seal, (VERSION,)
+
+
+def write_seal(checksums: dict[str, tuple[int, int]]) -> bytes:
+    """The seal record for {record name: (bytes, crc-32)}."""
+    text = json.dumps({"version": VERSION, "records": checksums}, separators=(",", ":")).encode()
+    return text + b"\n%08x" % crc32(text)
+
+
+def read_seal(record: bytes) -> dict[str, tuple[int, int]]:
+    """Inverse of `write_seal`. Raises `ChecksumError`, `UnsupportedVersionError`."""
+    text, _, check = bytes(record).rpartition(b"\n")
+    if check != b"%08x" % crc32(text):
+        raise ChecksumError("The seal's own checksum does not match. The file is damaged; restore it from a copy.")
+    seal = json.loads(text)
+    if seal["version"] != VERSION:
+        raise UnsupportedVersionError(f"The file is sealed in version {seal['version']}; this ds_nvcomp reads version {VERSION}. "
+                                      "Install a ds_nvcomp that is at least as new as the one that wrote it.")
+    return seal["records"]
+
+
+def check_seal(version: int) -> None:
+    """Verify the records of the zip that torch.load is reading further up the stack. Called by the pickle, before anything else.
+
+    Raises `ChecksumError`, `ArchiveError`, `UnsupportedVersionError`. Does nothing where no torch.load is found: another program
+    unpickles, and has to verify by itself (`ds-nvcomp verify`).
+    """
+    if version != VERSION:
+        raise UnsupportedVersionError(f"The file is sealed in version {version!r}; this ds_nvcomp reads version {VERSION}. "
+                                      "Install a ds_nvcomp that is at least as new as the one that wrote it.")
+    reader = _reader()
+    if reader is None:
+        return
+    if not reader.has_record(RECORD):
+        raise ArchiveError(f"The file's record {RECORD!r} is missing. The file is damaged, or was repacked; restore it from a copy.")
+    for name, (nbytes, crc) in read_seal(reader.get_record(RECORD)).items():
+        if not reader.has_record(name):
+            raise ArchiveError(f"The file's record {name!r} is missing. The file is damaged; restore it from a copy.")
+        data = reader.get_record(name)
+        if len(data) != nbytes or crc32(data) != crc:
+            raise ChecksumError(f"Record {name!r} has {len(data)} bytes with checksum {crc32(data):#010x}, expected {nbytes} with "
+                                f"{crc:#010x}. The file is damaged; restore it from a copy, or resume from an earlier checkpoint.")
+
+
+def _reader():
+    """The PyTorchFileReader in a local variable of the nearest torch.serialization frame."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.serialization":
+            for value in frame.f_locals.values():
+                if isinstance(value, torch._C.PyTorchFileReader):
+                    return value
+        frame = frame.f_back
+    return None
+
+
+def sealed(checked: None, obj):
+    """`obj`; its checks came first."""
+    return obj
+
+
+for _function in (check_seal, sealed):
+    _function.__module__ = "ds_nvcomp.archive"  # the name in the files, whatever becomes of this module
