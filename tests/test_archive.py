@@ -177,8 +177,9 @@ def test_later_dtypes_may_share_a_storage(views):
     assert all(shares(found[0], other) for other in found)
 
 
-@pytest.mark.xfail(strict=True, raises=HeaderError, reason="core: a span has the dtype of the first tensor met in it, and need not be a whole number "
-                   "of its elements where others share it: `save` succeeds and the file cannot be loaded")
+@pytest.mark.xfail(strict=True, raises=HeaderError,
+                   reason="core: a span has the dtype of the first tensor met in it, and need not be a whole number of its "
+                   "elements where others share it: `save` succeeds and the file cannot be loaded")
 def test_later_dtypes_that_share_an_odd_number_of_bytes():
     raw = torch.from_numpy(make("int8", "normal", 16_000).copy())
     group = [raw.view(torch.uint16)[:1000], raw.view(torch.float8_e4m3fn)[1500:2501]]
@@ -462,8 +463,9 @@ class Moving:
         return _identity, ({"t": self.base[self.at:self.at + 1000], "at": self.at},)
 
 
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="core: archive.pickler._Writer.storage takes the nearest span of the first pass without "
-                   "asking whether it holds the tensor of the second: `save` succeeds and the file cannot be loaded")
+@pytest.mark.xfail(strict=True, raises=RuntimeError,
+                   reason="core: archive.pickler._Writer.storage takes the nearest span of the first pass without asking whether "
+                   "it holds the tensor of the second: `save` succeeds and the file cannot be loaded")
 @pytest.mark.parametrize("step", [10, -10, 20_000, -20_000])
 def test_objects_that_show_another_part_of_a_storage_each_time(step):
     moving = Moving(step)
@@ -551,8 +553,9 @@ def test_load_defaults(file, state):
         alike(state, ds_nvcomp.load(opened))
 
 
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="core: pipeline.decode_payload makes its output on torch's default device, not on "
-                   "the CPU, and asks it for NumPy; torch.set_default_device('cuda') does the same")
+@pytest.mark.xfail(strict=True, raises=TypeError,
+                   reason="core: pipeline.decode_payload makes its output on torch's default device, not on the CPU, and asks it "
+                   "for NumPy; torch.set_default_device('cuda') does the same")
 def test_a_default_device_does_not_disturb(state):
     buffer = io.BytesIO()
     torch.save(state, buffer)
@@ -1009,15 +1012,18 @@ def test_truncated_file_is_not_loaded(file):
             ds_nvcomp.load(file)
 
 
-@pytest.mark.xfail(strict=True, reason="core: autoload registers _unpack under archive.unpack's name, and importing archive, in the midst of the "
-                   "first load, registers unpack under it as well; torch keeps one of the two by the order of a set, so that about one process "
-                   "in six fails at the second compressed storage with 'Trying to call reduce for unrecognized function _unpack'")
+@pytest.mark.xfail(strict=True,
+                   reason="core: autoload registers _unpack under archive.unpack's name, and importing archive, in the midst of the "
+                   "first load, registers unpack under it as well; torch keeps one of the two by the order of a set, so that about "
+                   "one process in six fails at the second compressed storage with 'unrecognized function _unpack'")
 def test_weights_only_accepts_whichever_function_it_was_given_first():
     """torch holds the functions of a file against the values of {name: function}, and a file's first call imports `archive`."""
     import subprocess
     import sys
-    script = ("import torch, ds_nvcomp; ds_nvcomp.install(); before = torch.serialization.get_safe_globals(); import ds_nvcomp.archive\n"
-              "of = lambda entries: {n: f for f, n in (e if isinstance(e, tuple) else (e, e.__module__ + '.' + e.__name__) for e in entries)}\n"
+    script = ("import torch, ds_nvcomp; ds_nvcomp.install(); before = torch.serialization.get_safe_globals()\n"
+              "import ds_nvcomp.archive\n"
+              "pair = lambda e: e if isinstance(e, tuple) else (e, e.__module__ + '.' + e.__name__)\n"
+              "of = lambda entries: {name: function for function, name in map(pair, entries)}\n"
               "given = of(before)['ds_nvcomp.archive.unpack']; after = torch.serialization.get_safe_globals()\n"
               "print(all(given in of(order).values() for order in (after, after[::-1])))")
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout

@@ -54,9 +54,8 @@ def layer(dotted):
 
 
 def test_there_is_something_to_check():
-    assert len(FILES) > 15 and {"errors", "config", "encoding", "pipeline", "archive"} <= {path.stem if path.parent == PACKAGE else
-                                                                                            module_of(path)[1] for path in FILES
-                                                                                            if len(module_of(path)) > 1}
+    found = {module_of(path)[1] for path in FILES if len(module_of(path)) > 1}
+    assert len(FILES) > 15 and {"errors", "config", "encoding", "pipeline", "archive"} <= found
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if len(module_of(p)) > 1 and module_of(p)[1] in LAYERS],
@@ -131,6 +130,6 @@ def test_no_cuda_where_it_is_not_used(module):
 
 def test_saving_and_loading_on_the_cpu_initialises_no_cuda():
     modules, initialised = fresh(
-        "import sys, json, io, torch, ds_nvcomp; f = io.BytesIO(); ds_nvcomp.save({'x': torch.randn(5000)}, f, {'device': 'cpu'}); f.seek(0); "
-        "ds_nvcomp.load(f); print(json.dumps([sorted(sys.modules), torch.cuda.is_initialized()]))")
+        "import sys, json, io, torch, ds_nvcomp; f = io.BytesIO(); "
+        "ds_nvcomp.save({'x': torch.randn(5000)}, f, {'device': 'cpu'}); f.seek(0); ds_nvcomp.load(f); print(json.dumps([sorted(sys.modules), torch.cuda.is_initialized()]))")
     assert not {"cupy", "nvidia.nvcomp"} & set(modules) and initialised is False

@@ -137,7 +137,8 @@ def test_every_codec_has_its_class():
 def sources(dtypes=DTYPES, contents=("normal", "squared", "special", "zero"), device=None):
     return [Source(torch.from_numpy(make(dtype, content, n * transform.width, str(n)).copy()).to(device or "cpu"), transform,
                    f"{dtype}-{content}-{n}")
-            for dtype in dtypes for transform in [transforms.for_dtype(dtype)] for content in contents for n in sizes(transform, CHUNK_BYTES)]
+            for dtype in dtypes for transform in [transforms.for_dtype(dtype)]
+            for content in contents for n in sizes(transform, CHUNK_BYTES)]
 
 
 def same(payload, source):
@@ -274,7 +275,8 @@ def test_a_codec_that_fails_costs_space_and_not_data(call, monkeypatch):
 @pytest.mark.parametrize("codec", CODECS)
 def test_damage_is_found_before_any_decoder(codec, place, monkeypatch):
     config = Config(codec=codec, chunk_bytes=CHUNK_BYTES)
-    [payload] = gpu.encode([Source(torch.from_numpy(make("bfloat16", "normal", 40 * CHUNK_BYTES).copy()).to(DEVICE), transforms.SPLIT16)], config)
+    raw = torch.from_numpy(make("bfloat16", "normal", 40 * CHUNK_BYTES).copy()).to(DEVICE)
+    [payload] = gpu.encode([Source(raw, transforms.SPLIT16)], config)
     good = bytearray(joined(payload).tobytes())
     spans = payloads.spans(good)
     monkeypatch.setattr(nvcomp.GpuCodec, "decode", lambda *_: pytest.fail("a decoder saw damaged bytes"))
@@ -334,7 +336,8 @@ def state():
     parameter = torch.nn.Parameter(archive.numbers(90, 90, seed="p").to(DEVICE))
     flat = archive.numbers(400_000, seed="flat").to(DEVICE)
     return {"base": base, "row": base[3], "transposed": base.T, "tied": [parameter, parameter], "attributes": attributes,
-            "half": archive.numbers(9001, dtype=torch.bfloat16).to(DEVICE), "fp8": archive.numbers(9001, dtype=torch.float8_e4m3fn).to(DEVICE),
+            "half": archive.numbers(9001, dtype=torch.bfloat16).to(DEVICE),
+            "fp8": archive.numbers(9001, dtype=torch.float8_e4m3fn).to(DEVICE),
             "ids": archive.numbers(3000, dtype=torch.int64).to(DEVICE), "zero": torch.zeros(70_000, device=DEVICE),
             "special": archive.numbers(9000, content="special").to(DEVICE), "expert": flat[150_003:170_001], "far": flat[390_000:],
             "scalar": torch.tensor(3.5, device=DEVICE), "empty": torch.empty(0, 3, device=DEVICE), "on the host": archive.numbers(5000)}
