@@ -1,11 +1,13 @@
 """verify: every kind of damage is reported, all of it, and nothing that is whole."""
 import os
+import pickle
 import zipfile
 
 import pytest
 import torch
 
 import ds_nvcomp
+from ds_nvcomp.archive.seal import read_seal, write_seal
 from ds_nvcomp.checkpoint.compare import assert_same
 from ds_nvcomp.checkpoint.verify import Tally, verify, verify_file, verify_tree
 from ds_nvcomp.encoding import format
@@ -155,20 +157,29 @@ def test_a_stream_that_does_not_decode_is_found_by_decoding(path):
     """Checksums that are right, and a stream that is not: an encoder's fault, or somebody's who wrote the file to fool."""
     with zipfile.ZipFile(path) as zipped:
         payload = bytearray(zipped.read(next(name for name in zipped.namelist() if name.endswith("data/0"))))
-    header = format.parse_header(bytes(payload[:64]), len(payload))
+    original = bytes(payload)
+    header = format.parse_header(original[:64], len(payload))
     table = format.parse_table(bytes(payload[64:header.data_start]), header)
     at = header.data_start
     payload[at:at + 200] = b"\xff" * 200
     crc = table.crc.copy()
     crc[0] = zipfile.crc32(bytes(payload[at:at + int(table.chunk_bytes[0])]))
     payload[:header.data_start] = format.preamble(header, format.Table(crc, table.size, table.mode))
-    rewrite(path, lambda records: records.update({"data/0": bytes(payload)}))
+    old, new = (pickle.dumps(int.from_bytes(head[60:64], "little"), 2)[2:-1] for head in (original, payload))  # as the pickle has it
+
+    def swap(records):
+        assert records["data.pkl"].count(old) == 1
+        records["data/0"], records["data.pkl"] = bytes(payload), records["data.pkl"].replace(old, new)
+        seal = read_seal(records["ds_nvcomp/seal"])
+        seal["data.pkl"] = len(records["data.pkl"]), zipfile.crc32(records["data.pkl"])
+        records["ds_nvcomp/seal"] = write_seal(seal)
+
+    rewrite(path, swap)
     assert verify_file(path) == []
     assert [(p.kind, p.tensor, p.chunk) for p in verify_file(path, decode=True)] == [("DecodeError", "w", 0)]
 
 
 def test_a_hostile_pickle_does_not_run(tmp_path):
-    import pickle
     path = with_pickle(tmp_path / "x.pt", pickle.dumps(Hostile(tmp_path / "executed"), 2))
     assert verify_file(path, decode=True) == [] and not (tmp_path / "executed").exists()
 

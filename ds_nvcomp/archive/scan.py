@@ -148,11 +148,13 @@ def scan_records(records: Records) -> FileScan:
     except DsNvcompError as err:
         raise err.at(path=records.path)
     walk = _Walk(records)
-    if _calls(root, _SEALED) and type(root.args) is tuple and len(root.args) == 2:
+    is_sealed = _calls(root, _SEALED) and type(root.args) is tuple and len(root.args) == 2
+    if is_sealed:
         walk.globals.add(_SEALED)
-        _check_seal(records)
         root = root.args[1]
     walk.run(root)
+    if is_sealed:
+        _check_seal(records)
     return FileScan(records.path, records.bytes, walk.rows, sorted(walk.globals), root)
 
 
