@@ -69,7 +69,7 @@ class _Collector(_Pickler):
     def __init__(self):
         super().__init__(_Null(), protocol=2)
         self.protocol = 2
-        self.storages, self.ranges, self.whole, self.dtypes = {}, {}, set(), {}
+        self.storages, self.ranges, self.whole, self.dtypes = {}, {}, {}, {}
 
     def storage(self, tensor, storage, offset):
         storage = storage._untyped_storage if isinstance(storage, torch.storage.TypedStorage) else storage
@@ -86,7 +86,7 @@ class _Collector(_Pickler):
             obj = obj._untyped_storage
         elif not torch.is_storage(obj):
             return None
-        self.whole.add(obj._cdata)  # met by itself, not under a plain tensor: torch's to write, and shared as torch shares it
+        self.whole[obj._cdata] = obj  # met by itself, not under a plain tensor: torch's to write, and shared as torch shares it
         return "storage"
 
 
