@@ -5,6 +5,7 @@ and never raises: a broken installation of ours must not break `import torch`. D
 """
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.util
 import os
@@ -31,7 +32,7 @@ def install() -> None:
     DeepSpeed may be imported before or after. Raises whatever keeps it from working.
     """
     import torch
-    torch.serialization.add_safe_globals([(_Lazy(name), f"ds_nvcomp.archive.{name}") for name in ("unpack", "check_seal", "sealed")])
+    torch.serialization.add_safe_globals(_SAFE)
     if _DEEPSPEED in sys.modules:
         _patch_deepspeed(sys.modules[_DEEPSPEED])
     elif not any(isinstance(finder, _PostImport) for finder in sys.meta_path):
@@ -49,9 +50,28 @@ class _Lazy:
         return getattr(archive, self._name)(*args)
 
 
+_SAFE = [(_Lazy(name), f"ds_nvcomp.archive.{name}") for name in ("unpack", "check_seal", "sealed")]
+
+
 def _patch_deepspeed(module) -> None:
     from .deepspeed_engine import patch
     patch(module)
+
+
+def _refuse_when_asked(module, reason: Exception) -> None:
+    """Our part does not load: DeepSpeed works without it, unless the configuration asks for it."""
+    host = module.DeepSpeedEngine
+    original = host._configure_checkpointing
+
+    @functools.wraps(original)
+    def _configure_checkpointing(self, *args, **kwargs):
+        block = (getattr(self._config, "_param_dict", None) or {}).get("nvcomp_checkpoint")
+        if block and block.get("enabled", True):
+            raise RuntimeError("The DeepSpeed configuration has an 'nvcomp_checkpoint' block, but ds_nvcomp could not be loaded "
+                               f"({type(reason).__name__}: {reason}). Mend the installation, or remove the block.") from reason
+        return original(self, *args, **kwargs)
+
+    host._configure_checkpointing = _configure_checkpointing
 
 
 class _PostImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -72,4 +92,7 @@ class _PostImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module):
         module.__spec__.loader = module.__loader__ = self._loader  # so that inspect and pickle see the file
         self._loader.exec_module(module)
-        _patch_deepspeed(module)
+        try:
+            _patch_deepspeed(module)
+        except Exception as err:
+            _refuse_when_asked(module, err)

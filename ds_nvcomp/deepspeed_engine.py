@@ -183,29 +183,30 @@ def _copy_containers(value):
 # -- putting it in place ------------------------------------------------------------------------------------------------------
 
 def patch(engine_module) -> None:
-    """Hook `deepspeed.runtime.engine`: who makes the checkpoint engine, and who writes `latest`. Idempotent."""
+    """Hook `deepspeed.runtime.engine`: which checkpoint engine a DeepSpeedEngine has, and who writes `latest`. Idempotent."""
     if getattr(engine_module, "_ds_nvcomp", False):
         return
     engine_module._ds_nvcomp = True
-    engine_module.create_checkpoint_engine = _choosing(engine_module.create_checkpoint_engine)
     host = engine_module.DeepSpeedEngine
-    host._configure_checkpointing = _attaching(host._configure_checkpointing)
+    host._configure_checkpointing = _choosing(host._configure_checkpointing)
     host.save_checkpoint = _committing_latest(host.save_checkpoint)
 
 
 def _choosing(original):
+    """DeepSpeed makes its own engine first, which costs nothing and answers its questions as ours does: versions before 0.17.1 have
+    no function of their own for it."""
     @functools.wraps(original)
-    def create_checkpoint_engine(*args, **kwargs):
-        config_params = kwargs.get("config_params", args[0] if args else None)
-        block = _block(config_params)
-        if block is None:
-            return original(*args, **kwargs)
-        config = Config.from_dict(block)
-        if not config.enabled:
-            return original(*args, **kwargs)
-        _refuse_unsupported(config_params)
-        return NvcompCheckpointEngine(config_params, config)
-    return create_checkpoint_engine
+    def _configure_checkpointing(self, *args, **kwargs):
+        block = _block(self._config)
+        config = Config.from_dict(block) if block is not None else None
+        if config is not None and config.enabled:
+            _refuse_unsupported(self._config)
+        result = original(self, *args, **kwargs)
+        if config is not None and config.enabled:
+            self.checkpoint_engine = NvcompCheckpointEngine(self._config, config)
+            self.checkpoint_engine.attach(self)
+        return result
+    return _configure_checkpointing
 
 
 def _refuse_unsupported(config_params) -> None:
@@ -219,16 +220,6 @@ def _refuse_unsupported(config_params) -> None:
         raise UnsupportedSetupError(
             "zero_optimization.offload_optimizer.device is 'nvme': DeepSpeed copies that state as raw swap files past the checkpoint "
             f"engine, so it would be neither compressed nor committed with the rest. Use 'cpu', or remove {BLOCK!r}.")
-
-
-def _attaching(original):
-    @functools.wraps(original)
-    def _configure_checkpointing(self, *args, **kwargs):
-        result = original(self, *args, **kwargs)
-        if isinstance(self.checkpoint_engine, NvcompCheckpointEngine):
-            self.checkpoint_engine.attach(self)
-        return result
-    return _configure_checkpointing
 
 
 def _committing_latest(original):

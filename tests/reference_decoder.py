@@ -71,7 +71,7 @@ def decode(payload) -> bytes:
     width, layout = TRANSFORMS[transform]
     if planes != len(layout):
         raise Refused(7, "planes")
-    if chunk_elements == 0 or chunk_elements > 2**21 or chunk_elements % 16 != 0:
+    if chunk_elements == 0 or chunk_elements > (2**21 if transform == 1 else 2**20) or chunk_elements % 16 != 0:
         raise Refused(8, "elements per chunk")
     if chunks != (elements + chunk_elements - 1) // chunk_elements:
         raise Refused(9, "chunks")

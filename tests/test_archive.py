@@ -177,9 +177,6 @@ def test_later_dtypes_may_share_a_storage(views):
     assert all(shares(found[0], other) for other in found)
 
 
-@pytest.mark.xfail(strict=True, raises=HeaderError,
-                   reason="core: a span has the dtype of the first tensor met in it, and need not be a whole number of its "
-                   "elements where others share it: `save` succeeds and the file cannot be loaded")
 def test_later_dtypes_that_share_an_odd_number_of_bytes():
     raw = torch.from_numpy(make("int8", "normal", 16_000).copy())
     group = [raw.view(torch.uint16)[:1000], raw.view(torch.float8_e4m3fn)[1500:2501]]
@@ -463,9 +460,6 @@ class Moving:
         return _identity, ({"t": self.base[self.at:self.at + 1000], "at": self.at},)
 
 
-@pytest.mark.xfail(strict=True, raises=RuntimeError,
-                   reason="core: archive.pickler._Writer.storage takes the nearest span of the first pass without asking whether "
-                   "it holds the tensor of the second: `save` succeeds and the file cannot be loaded")
 @pytest.mark.parametrize("step", [10, -10, 20_000, -20_000])
 def test_objects_that_show_another_part_of_a_storage_each_time(step):
     moving = Moving(step)
@@ -553,9 +547,6 @@ def test_load_defaults(file, state):
         alike(state, ds_nvcomp.load(opened))
 
 
-@pytest.mark.xfail(strict=True, raises=TypeError,
-                   reason="core: pipeline.decode_payload makes its output on torch's default device, not on the CPU, and asks it "
-                   "for NumPy; torch.set_default_device('cuda') does the same")
 def test_a_default_device_does_not_disturb(state):
     buffer = io.BytesIO()
     torch.save(state, buffer)
@@ -621,7 +612,6 @@ def test_file_object_that_cannot_seek(state):
     alike(state, torch.load(io.BytesIO(bytes(sink.data))))
 
 
-@pytest.mark.xfail(strict=True, reason="core: archive.writer.save ignores what f.write returns")
 def test_file_object_with_short_writes(state):
     """An unbuffered file may take less than it is given, 2 GiB at most on Linux: a checkpoint must not lose the rest in silence."""
     class Short(io.RawIOBase):
@@ -720,7 +710,7 @@ def test_failing_save_leaves_the_old_file(tmp_path, state, monkeypatch):
 
 
 def test_replacing_is_one_step(tmp_path, state, monkeypatch):
-    """Until the rename, the name holds the old file; the temporary one begins with a dot, out of the reach of globs."""
+    """Until the rename, the name holds the old file; the temporary one begins with a dot, out of the reach of globs, and is short."""
     path, seen = tmp_path / "x.pt", []
     save({"old": 1}, path, PLAIN)
     real = os.replace
@@ -733,7 +723,7 @@ def test_replacing_is_one_step(tmp_path, state, monkeypatch):
 
     monkeypatch.setattr(os, "replace", replace)
     save(state, path, PLAIN)
-    assert len(seen) == 1 and seen[0].startswith(".x.pt.")
+    assert len(seen) == 1 and seen[0].startswith(".ds_nvcomp-") and seen[0].endswith(".part")
     alike(state, torch.load(path))
 
 
@@ -1082,7 +1072,6 @@ def test_truncated_payload(small_payload, length):
     assert caught.value.tensor == "model.w"
 
 
-@pytest.mark.xfail(strict=True, raises=AttributeError, reason="core: archive.storage.unpack checks meta but not what the payload is")
 @pytest.mark.parametrize("payload", [5, None, "payload", b"bytes"])
 def test_payload_of_another_type(payload):
     from ds_nvcomp.archive import unpack
@@ -1122,7 +1111,8 @@ def test_without_the_package(file, tmp_path):
               f"try: torch.load({str(file)!r}, weights_only=False)\n"
               "except ModuleNotFoundError as err: print(type(err).__name__, err)\n"
               f"try: torch.load({str(file)!r})\n"
-              "except Exception as err: print(type(err).__name__, 'ds_nvcomp.archive.sealed' in str(err))\n")
-    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, check=True).stdout.splitlines()
+              "except Exception as err: print(type(err).__name__, 'ds_nvcomp.archive.' in str(err))\n")
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, check=True,
+                         env={**os.environ, "DS_NVCOMP_AUTOLOAD": "0"}).stdout.splitlines()
     assert out[0].startswith("ModuleNotFoundError") and "ds_nvcomp" in out[0]
     assert out[1] == "UnpicklingError True"

@@ -65,6 +65,12 @@ class _Placeholder:
         return int, ()
 
 
+def byte_range(tensor: torch.Tensor, offset: int) -> tuple[int, int]:
+    """First byte, and the one behind the last, that a tensor with elements at `offset` elements uses of its storage."""
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
+    return offset * tensor.element_size(), (offset + last + 1) * tensor.element_size()
+
+
 class _Collector(_Pickler):
     def __init__(self):
         super().__init__(_Null(), protocol=2)
@@ -74,11 +80,11 @@ class _Collector(_Pickler):
     def storage(self, tensor, storage, offset):
         storage = storage._untyped_storage if isinstance(storage, torch.storage.TypedStorage) else storage
         one_dtype(self.dtypes, storage, storage_dtype(tensor.dtype))
-        self.storages.setdefault(storage._cdata, (storage, tensor.dtype))
+        _, dtype = self.storages.get(storage._cdata, (None, tensor.dtype))
+        # The late dtypes may share a storage; then it is bytes.
+        self.storages[storage._cdata] = storage, tensor.dtype if dtype == tensor.dtype else torch.uint8
         if tensor.numel():
-            last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
-            size = tensor.element_size()
-            self.ranges.setdefault(storage._cdata, []).append((offset * size, (offset + last + 1) * size))
+            self.ranges.setdefault(storage._cdata, []).append(byte_range(tensor, offset))
         return _Placeholder(), 0
 
     def persistent_id(self, obj):
@@ -136,7 +142,8 @@ class Entry:
     dtype: torch.dtype
     nbytes: int
     location: str
-    start: int = 0
+    start: int
+    stop: int
     meta: dict | None = None
 
     def __reduce__(self):  # reached for compressed ones only; the plain ones are persistent ids
@@ -159,10 +166,13 @@ class _Writer(_Pickler):
         entries = self.entries.get(getattr(storage, "_untyped_storage", storage)._cdata)
         if entries is None:
             return storage, offset
-        size = tensor.element_size()
-        # An empty tensor has no bytes of its own: any storage of its dtype will do.
-        at = max(0, bisect_right(entries, offset * size, key=lambda entry: entry.start) - 1) if tensor.numel() else 0
-        return entries[at], offset - entries[at].start // size if tensor.numel() else 0
+        if not tensor.numel():  # it has no bytes of its own: any storage of its dtype will do
+            return entries[0], 0
+        start, stop = byte_range(tensor, offset)
+        entry = entries[max(0, bisect_right(entries, start, key=lambda entry: entry.start) - 1)]
+        if not entry.start <= start <= stop <= entry.stop:
+            return storage, offset  # an object that shows other tensors every time it is pickled: this one as torch writes it
+        return entry, offset - entry.start // tensor.element_size()
 
     def persistent_id(self, obj):
         if type(obj) is _Record:

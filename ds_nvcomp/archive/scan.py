@@ -170,8 +170,8 @@ def _check_seal(records: Records) -> None:
             raise ArchiveError(f"The file's record {seal.RECORD!r} is missing. The file is damaged, or was repacked.")
         for name, check in seal.read_seal(b"".join(records.slices(record))).items():
             there = records.records.get(name)
-            found = None if there is None else [there.size, there.crc]
-            if found != list(check):
+            found = None if there is None else (there.size, there.crc)
+            if found != check:
                 raise ChecksumError(f"The seal says that record {name!r} has {check} as bytes and checksum, the zip says {found}. The "
                                     "file is damaged; restore it from a copy.")
     except DsNvcompError as err:

@@ -40,15 +40,20 @@ def write_seal(checksums: dict[str, tuple[int, int]]) -> bytes:
 
 
 def read_seal(record: bytes) -> dict[str, tuple[int, int]]:
-    """Inverse of `write_seal`. Raises `ChecksumError`, `UnsupportedVersionError`."""
+    """Inverse of `write_seal`. Raises `ChecksumError`, `ArchiveError`, `UnsupportedVersionError`."""
     text, _, check = bytes(record).rpartition(b"\n")
     if check != b"%08x" % crc32(text):
         raise ChecksumError("The seal's own checksum does not match. The file is damaged; restore it from a copy.")
-    seal = json.loads(text)
-    if seal["version"] != VERSION:
-        raise UnsupportedVersionError(f"The file is sealed in version {seal['version']}; this ds_nvcomp reads version {VERSION}. "
+    try:
+        seal = json.loads(text)
+        known = seal["version"] == VERSION
+        records = {str(name): (int(nbytes), int(crc)) for name, (nbytes, crc) in seal["records"].items()} if known else {}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
+        raise ArchiveError(f"The seal is not what ds_nvcomp writes ({type(err).__name__}). The file is damaged.") from err
+    if not known:
+        raise UnsupportedVersionError(f"The file is sealed in version {seal['version']!r}; this ds_nvcomp reads version {VERSION}. "
                                       "Install a ds_nvcomp that is at least as new as the one that wrote it.")
-    return seal["records"]
+    return records
 
 
 def check_seal(version: int) -> None:

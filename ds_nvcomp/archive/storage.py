@@ -37,6 +37,8 @@ def unpack(payload: torch.storage.TypedStorage, meta: dict) -> torch.storage.Typ
     name = meta.get("name") if isinstance(meta, dict) else None
     try:
         dtype, nbytes = _validate(meta)
+        if not isinstance(payload, torch.storage.TypedStorage):
+            raise HeaderError(f"A compressed storage comes with its payload, found {type(payload).__name__}. The file is damaged.")
         stored = payload._untyped_storage
         if stored.device.type == "meta":  # torch.load(map_location="meta"): shapes only
             decoded = torch.UntypedStorage(nbytes, device="meta")

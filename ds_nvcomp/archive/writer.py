@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import stat
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,17 +40,28 @@ def save(obj, f, config=None, *, pickle_protocol: int = 2, progress=None) -> Sav
     """
     config = Config.of(config)
     if isinstance(f, (str, os.PathLike)):
-        path = Path(f)
-        part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+        path = Path(os.path.realpath(f))  # a link stays one
+        part = path.with_name(f".ds_nvcomp-{secrets.token_hex(4)}.part")
         try:
-            report = write(obj, part, config, root=path.stem, pickle_protocol=pickle_protocol, progress=progress)
+            report = write(obj, part, config, root=path.stem or "archive", pickle_protocol=pickle_protocol, progress=progress)
+            if path.exists():
+                part.chmod(stat.S_IMODE(path.stat().st_mode))
             os.replace(part, path)
             if config.fsync:
                 files.sync_directory(path.parent)
         finally:
             part.unlink(missing_ok=True)
         return report
-    return _write(obj, lambda offset, buffers: [f.write(buffer) for buffer in buffers], config, "archive", pickle_protocol, progress)
+    return _write(obj, lambda offset, buffers: _append(f, buffers), config, "archive", pickle_protocol, progress)
+
+
+def _append(file, buffers) -> None:
+    """Write buffers to a file object; an unbuffered one may take less than it is given (on Linux, 2 GiB at most)."""
+    for buffer in buffers:
+        view = memoryview(buffer).cast("B")
+        while view.nbytes:
+            written = file.write(view)
+            view = view[view.nbytes if written is None else written:]
 
 
 def write(obj, path, config: Config, *, root: str, pickle_protocol: int = 2, progress=None) -> SaveReport:
@@ -82,7 +94,7 @@ def _write(obj, write_at, config, root, protocol, progress):
         entries[key] = []
         for span in spans:
             payload = payloads.get(id(span))
-            entry = pickler.Entry(str(len(records)), span.dtype, span.nbytes, location_tag(span.storage), span.start)
+            entry = pickler.Entry(str(len(records)), span.dtype, span.nbytes, location_tag(span.storage), span.start, span.stop)
             if payload is not None:  # also where it did not shrink: its checksums are worth more than its 0.01 %
                 entry.nbytes, entry.meta = payload.nbytes, describe(span.dtype, payload, span.name)
                 records[entry.key] = payload.parts

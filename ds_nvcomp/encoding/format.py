@@ -20,7 +20,7 @@ from .transforms import BY_ID as TRANSFORMS_BY_ID, Transform
 MAGIC = b"DSNVCOMP"
 VERSION = 1
 ALIGN = 16                   # pieces start on 16 bytes: nvCOMP's strictest input alignment, and one GPU vector load
-MAX_CHUNK_ELEMENTS = 1 << 21  # 1 MiB of coded plane for fp8, whose exponents are two to a byte
+MAX_CHUNK_BYTES = 1 << 20    # of a coded plane
 
 HEADER = struct.Struct("<8sHHBBBBIIQQQQII")
 assert HEADER.size == 64
@@ -136,8 +136,9 @@ def parse_header(head: bytes, payload_bytes: int) -> Header:
                                       "Install a ds_nvcomp that is at least as new as the one that wrote it.")
     if planes != len(transform.planes):
         raise HeaderError(f"Transform {transform.name} has {len(transform.planes)} planes, the header says {planes}.")
-    if not 0 < chunk_elements <= MAX_CHUNK_ELEMENTS or chunk_elements % 16:
-        raise HeaderError(f"Elements per chunk must be a multiple of 16 from 16 to {MAX_CHUNK_ELEMENTS}, found {chunk_elements}.")
+    most = transform.chunk_elements(MAX_CHUNK_BYTES)
+    if not 0 < chunk_elements <= most or chunk_elements % 16:
+        raise HeaderError(f"Elements per chunk must be a multiple of 16 from 16 to {most}, found {chunk_elements}.")
     header = Header(transform, codec_id, revision, chunk_elements, elements, data_bytes, table_crc, head_crc)
     if chunks != header.chunks:
         raise HeaderError(f"{elements} elements in chunks of {chunk_elements} are {header.chunks} chunks, the header says {chunks}.")

@@ -70,6 +70,6 @@ def decode_payload(data: torch.Tensor, parsed) -> torch.Tensor:
         return gpu.decode(data, header, table, codec)
     if coded:
         codecs.cpu(codec)  # before anything is allocated
-    out = torch.empty(header.raw_bytes, dtype=torch.uint8)
+    out = torch.empty(header.raw_bytes, dtype=torch.uint8, device="cpu")  # whatever the default device is
     cpu.decode(data.cpu().numpy(), header, table, codec, out.numpy())
     return out.to(data.device)

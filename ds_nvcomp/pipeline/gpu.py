@@ -89,13 +89,13 @@ class _Slot:
             new = lambda n: torch.empty(n, dtype=torch.uint8, device=stream.device)  # noqa: E731
             self.planes, self.coded = new(chunks * plane_stride), new(chunks * coded_stride)
             self.out, self.staging = new(out_bytes), new(staging_bytes)
-        self.host_flags = torch.empty(3 * chunks, dtype=torch.int32, pin_memory=True)
-        self.host_crc = torch.empty(chunks, dtype=torch.int32, pin_memory=True)
+        self.host_flags = torch.empty(3 * chunks, dtype=torch.int32, device="cpu", pin_memory=True)
+        self.host_crc = torch.empty(chunks, dtype=torch.int32, device="cpu", pin_memory=True)
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     """Start the copy of a device tensor to pinned memory."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 class _Encoder:
@@ -260,9 +260,10 @@ class _Encoder:
 
     def _assemble(self, tables, buffers, tile_chunks):
         """Cut the tiles' tables and buffers back into one payload a source."""
-        columns = {name: np.concatenate([getattr(t, name) for t in tables], axis=-1) for name in ("crc", "size", "mode")} if tables else {}
-        ends = np.cumsum(aligned(columns["size"].astype(np.int64)).sum(axis=0)) if tables else np.zeros(0, np.int64)
-        starts = ends - (np.diff(ends, prepend=0) if len(ends) else ends)
+        tables = tables or [format.Table.empty(self.transform, 0)]
+        columns = {name: np.concatenate([getattr(t, name) for t in tables], axis=-1) for name in ("crc", "size", "mode")}
+        ends = np.cumsum(aligned(columns["size"].astype(np.int64)).sum(axis=0))
+        starts = ends - np.diff(ends, prepend=0)
         payloads, first = [], 0
         for source in self.sources:
             last = first + -(-source.elements // self.per_chunk)
@@ -304,24 +305,26 @@ def decode(data: torch.Tensor, header: format.Header, table: format.Table, codec
     streams, batches = _streams(device), []
     for stream in streams:
         stream.wait_stream(torch.cuda.current_stream(device))
-    for i, first in enumerate(range(0, header.chunks, tile_chunks)):
-        part = slice(first, min(first + tile_chunks, header.chunks))
-        stream = streams[i % SLOTS]
-        start, stop = int(offsets[0, first]), int(ends[part.stop - 1])
-        with torch.cuda.stream(stream):
-            stored = data[start:stop].to(device, non_blocking=True)
-            result = out[first * step:min(part.stop * step, header.raw_bytes)]
-            target = result if data.is_cuda else torch.empty(result.numel(), dtype=torch.uint8, device=device)
-            batches.append(_decode_tile(stream, stored, header, codec, table, offsets[:, part] - start, part, plane_stride, target))
-            if target is not result:
-                result.copy_(target)
-    for batch in batches:
-        _check_sizes(batch)
-    for stream in streams:
-        torch.cuda.current_stream(device).wait_stream(stream)
-        if data.is_cuda:
-            out.record_stream(stream)
-            data.record_stream(stream)
+    try:
+        for i, first in enumerate(range(0, header.chunks, tile_chunks)):
+            part = slice(first, min(first + tile_chunks, header.chunks))
+            stream = streams[i % SLOTS]
+            start, stop = int(offsets[0, first]), int(ends[part.stop - 1])
+            with torch.cuda.stream(stream):
+                stored = data[start:stop].to(device, non_blocking=True)
+                result = out[first * step:min(part.stop * step, header.raw_bytes)]
+                target = result if data.is_cuda else torch.empty(result.numel(), dtype=torch.uint8, device=device)
+                batches.append(_decode_tile(stream, stored, header, codec, table, offsets[:, part] - start, part, plane_stride, target))
+                if target is not result:
+                    result.copy_(target)
+        for batch in batches:
+            _check_sizes(batch)
+    finally:  # also after a failure: no stream may still write when the caller frees `out`
+        for stream in streams:
+            torch.cuda.current_stream(device).wait_stream(stream)
+            if data.is_cuda:
+                out.record_stream(stream)
+                data.record_stream(stream)
     return out
 
 

@@ -27,4 +27,4 @@ def decode(coded, raw_bytes):
     announced = zstandard.frame_content_size(coded)
     if announced != raw_bytes:
         raise ValueError(f"the Zstandard frame announces {announced} bytes")
-    return _context("decoder", zstandard.ZstdDecompressor).decompress(coded, max_output_size=raw_bytes)
+    return _context("decoder", zstandard.ZstdDecompressor).decompress(coded, max_output_size=raw_bytes, allow_extra_data=False)
