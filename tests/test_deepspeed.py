@@ -63,7 +63,8 @@ def test_resumes_bit_identical(launched, group, case):
 
 @pytest.mark.parametrize("group, case", [
     *params("zero_fp32", "config_zero1_fp32"), *params("zero_bf16", "config_zero2_bf16 config_zero3_bf16"),
-    *params("zero_fp16", "config_zero2_fp16"), *params("moe", "config_moe_zero1_bf16"), *params("pipeline", "config_pipeline_bf16"),
+    *params("zero_fp16", "config_zero2_fp16"), *params("moe", "config_moe_zero1_bf16"),
+    *params("pipeline", "config_pipeline_bf16"),
     *params("offload", "config_zero3_cpu_offload", pytest.mark.slow)])
 def test_configuration_runs(launched, group, case):
     """A file of configs/, as it stands, trains, saves and resumes."""
@@ -71,8 +72,8 @@ def test_configuration_runs(launched, group, case):
 
 
 @pytest.mark.parametrize("case", (
-    "exclude_frozen_zero2 exclude_frozen_zero3 overwrite_a_tag leftovers_are_cleaned save_latest_false several_saves monitor_events "
-    "weights_only_reads_the_module").split())
+    "exclude_frozen_zero2 exclude_frozen_zero3 overwrite_a_tag leftovers_are_cleaned save_latest_false several_saves "
+    "monitor_events weights_only_reads_the_module").split())
 def test_feature(launched, case):
     launched("features").check(case)
 
@@ -116,14 +117,15 @@ def _python(code: str, **env) -> str:
 def test_install_before_deepspeed(off):
     """install() by hand before DeepSpeed is imported, with and without the entry point having done so."""
     out = _python("import ds_nvcomp; ds_nvcomp.install(); ds_nvcomp.install(); import deepspeed.runtime.engine as e; "
-                  "print('patched', getattr(e, '_ds_nvcomp', False), e.__spec__.loader.__class__.__name__)", DS_NVCOMP_AUTOLOAD=off)
+                  "print('patched', getattr(e, '_ds_nvcomp', False), e.__spec__.loader.__class__.__name__)",
+                  DS_NVCOMP_AUTOLOAD=off)
     assert "patched True SourceFileLoader" in out
 
 
 def test_import_torch_imports_nothing_heavy():
     """The entry point adds milliseconds, and no module of ours but the ones it is made of."""
-    out = _python("import torch, sys; print('OURS', sorted(m for m in sys.modules if m.startswith(('ds_nvcomp', 'cupy', 'nvidia.nvcomp', "
-                  "'deepspeed', 'isal', 'rich'))))")
+    out = _python("import torch, sys; print('OURS', sorted(m for m in sys.modules if m.startswith(('ds_nvcomp', 'cupy', "
+                  "'nvidia.nvcomp', 'deepspeed', 'isal', 'rich'))))")
     assert "OURS ['ds_nvcomp', 'ds_nvcomp.autoload', 'ds_nvcomp.errors']" in out
 
 
@@ -146,13 +148,59 @@ def test_failing_install_is_a_warning(tmp_path):
     assert "tensor(3.)" in out and "OSError: on purpose" in out and "DS_NVCOMP_AUTOLOAD=0" in out
 
 
+@pytest.mark.parametrize("broken", ["deepspeed_engine.py", "archive/__init__.py"])
+def test_broken_installation_leaves_deepspeed_alone(tmp_path, broken):
+    """Those who have no block in their configuration do not pay for our missing dependency."""
+    shutil.copytree(ROOT / "ds_nvcomp", tmp_path / "ds_nvcomp", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "ds_nvcomp" / broken).write_text("raise ImportError('broken on purpose')\n")
+    out = _python("""
+import torch, deepspeed
+from types import SimpleNamespace
+configure = deepspeed.DeepSpeedEngine._configure_checkpointing
+for block in ({}, {'nvcomp_checkpoint': {'enabled': False}}, {'nvcomp_checkpoint': {'enabled': True}}):
+    try:
+        configure(SimpleNamespace(_config=SimpleNamespace(_param_dict=block)))
+    except AttributeError:
+        print('DEEPSPEED')  # its own method ran, on too little
+    except RuntimeError as err:
+        print('REFUSED', err)
+""", PYTHONPATH=tmp_path)
+    words = [line for line in out.splitlines() if line.startswith(("DEEPSPEED", "REFUSED"))]
+    assert words[:2] == ["DEEPSPEED"] * 2 and words[2].startswith("REFUSED") and "broken on purpose" in words[2]
+
+
+def test_deepspeed_before_0_17_1():
+    """Up to 0.17.0 there is no create_checkpoint_engine: `_configure_checkpointing` makes the engine by itself."""
+    out = _python("""
+from types import SimpleNamespace
+class DeepSpeedEngine:
+    def __init__(self, block): self._config = SimpleNamespace(_param_dict=block); self._configure_checkpointing(True)
+    def _configure_checkpointing(self, dist_init_required): self.checkpoint_engine = 'own'
+    def save_checkpoint(self, save_dir, tag=None, client_state={}, save_latest=True, exclude_frozen_parameters=False): pass
+module = SimpleNamespace(DeepSpeedEngine=DeepSpeedEngine)
+import deepspeed
+from ds_nvcomp.deepspeed_engine import patch
+patch(module)
+for block in ({}, {'nvcomp_checkpoint': {'enabled': False}}, {'nvcomp_checkpoint': {}}):
+    print('MADE', getattr(DeepSpeedEngine(block).checkpoint_engine, 'name', 'own'))
+""")
+    made = [line.split()[1] for line in out.splitlines() if line.startswith("MADE")]
+    assert made == ["own", "own", "NvcompCheckpointEngine"]
+
+
+def test_engine_module_first():
+    """Whoever imports our engine by name need not know that DeepSpeed comes first."""
+    assert "NvcompCheckpointEngine" in _python("from ds_nvcomp.deepspeed_engine import NvcompCheckpointEngine as e; print(e)")
+
+
 @pytest.mark.parametrize("case", ["save_16bit_zero2", "save_16bit_zero3"])
 def test_save_16bit_model_is_plain(launched, case):
     """It opens where ds_nvcomp cannot be imported, and holds what DeepSpeed's own engine wrote."""
     launched("features").check(case)
     home = launched("features").out / case
     for name in ("plain", "compressed"):
-        _python(f"import sys; sys.modules['ds_nvcomp'] = None; import torch; assert torch.load({str(home / name / 'pytorch_model.bin')!r})",
+        path = str(home / name / "pytorch_model.bin")
+        _python(f"import sys; sys.modules['ds_nvcomp'] = None; import torch; assert torch.load({path!r})",
                 TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     loaded = [torch.load(home / name / "pytorch_model.bin") for name in ("compressed", "plain")]
     assert loaded[0] and not bits.differences(*loaded)
@@ -168,7 +216,8 @@ def test_zero_to_fp32(launched, tmp_path, case):
         home = group.out / case / name
         # Its command line shards through huggingface_hub; the function under it, in one file, needs DeepSpeed only.
         out = _python(f"import sys; sys.path.insert(0, {str(home)!r}); import zero_to_fp32; "
-                      f"zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict({str(home)!r}, {str(tmp_path / name)!r}, max_shard_size=None); "
+                      f"zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict({str(home)!r}, {str(tmp_path / name)!r}, "
+                      "max_shard_size=None); "
                       "print('FROM', zero_to_fp32.__file__)", DS_NVCOMP_AUTOLOAD="0")
         assert f"FROM {home}" in out
         [path] = (tmp_path / name).rglob("*.bin")
@@ -184,8 +233,9 @@ def test_universal_checkpoint_with_fewer_ranks(launched, tmp_path):
         homes = [group.out / f"universal_zero{stage}" / name for name in ("plain", "compressed")]
         converters = [subprocess.Popen(
             [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(home / TAG), "--output_folder",
-             str(home / f"{TAG}_universal"), "--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state"],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(DS_NVCOMP_AUTOLOAD="0")) for home in homes]
+             str(home / f"{TAG}_universal"), "--num_extract_workers", "1", "--num_merge_workers", "1",
+             "--inject_missing_state"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env=environment(DS_NVCOMP_AUTOLOAD="0")) for home in homes]
         for home, converter in zip(homes, converters):
             out, _ = converter.communicate(timeout=300)
             assert converter.returncode == 0, out
@@ -203,12 +253,13 @@ def test_killed_while_saving(tmp_path):
     """SIGKILL to all ranks in the middle of a save: the last checkpoint is current, resumes, and the next save cleans up."""
     group = Group("hang", tmp_path / "first")
     end = time.monotonic() + 120
-    while not (tmp_path / "first" / "hanging").exists() and time.monotonic() < end and not any(p.poll() for p in group.processes):
+    hanging = tmp_path / "first" / "hanging"
+    while not hanging.exists() and time.monotonic() < end and not any(process.poll() for process in group.processes):
         time.sleep(0.02)
     time.sleep(0.3)  # rank 0 has written its files by now and waits
     group.kill()
     home = tmp_path / "first" / "killed_while_saving"
-    assert (tmp_path / "first" / "hanging").exists(), group.log(1)
+    assert hanging.exists(), group.log(1)
     assert (home / "latest").read_text() == "global_step1" and not (home / "global_step2").exists()
     assert list(home.glob(".global_step2*")), "the interrupted save left nothing, so this test shows nothing"
     Group("after_hang", tmp_path / "second", CASE_DIRECTORY=home).wait().check("resumed_after_kill")

@@ -1,6 +1,7 @@
 """The demo: its judgement, tried on runs that are made to go wrong; and the whole of it with DeepSpeed."""
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import subprocess
@@ -105,7 +106,8 @@ def test_kill_is_sigkill_to_all(tmp_path, monkeypatch):
     script.write_text("import signal, subprocess, sys, json, os, time\nfrom pathlib import Path\n"
                       "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nchild = subprocess.Popen(['sleep', '600'])\n"
                       "out = Path(sys.argv[2])\n(out / ('pid' + os.environ['RANK'])).write_text(str(child.pid))\n"
-                      "(out / f\"rank{os.environ['RANK']}.jsonl\").write_text(json.dumps(dict(event='step', step=3)) + '\\n{\"cut')\n"
+                      "line = json.dumps(dict(event='step', step=3))\n"
+                      "(out / f\"rank{os.environ['RANK']}.jsonl\").write_text(line + '\\n{\"cut')\n"
                       "time.sleep(600)\n")
     monkeypatch.setattr(processes, "SCRIPT", script)
     run = processes.Run(tmp_path / "run", 2, {}, [])
@@ -140,7 +142,8 @@ def test_fingerprint_sees_one_bit():
     """Of values, signs of zero and NaNs, dtypes, shapes and keys."""
     base = {"a": torch.zeros(5), "b": [1, "x"]}
     others = [{"a": torch.tensor([0.0, 0, 0, 0, -0.0]), "b": [1, "x"]}, {"a": torch.zeros(5, dtype=torch.int32), "b": [1, "x"]},
-              {"a": torch.zeros(5, 1), "b": [1, "x"]}, {"a": torch.zeros(5), "b": [2, "x"]}, {"c": torch.zeros(5), "b": [1, "x"]}]
+              {"a": torch.zeros(5, 1), "b": [1, "x"]}, {"a": torch.zeros(5), "b": [2, "x"]},
+              {"c": torch.zeros(5), "b": [1, "x"]}]
     digests = [fingerprint.digest(value) for value in [base, *others]]
     assert len(set(digests)) == len(digests) and fingerprint.digest({"b": [1, "x"], "a": torch.zeros(5)}) == digests[0]
     nans = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
@@ -153,12 +156,12 @@ def test_corpus_is_the_same_everywhere():
     assert len(text) == corpus.BYTES and b"import" in bytes(text[:100_000].tolist())
     inputs, targets = corpus.batch(text, 3, 1, 4, 64)
     assert torch.equal(inputs[:, 1:], targets[:, :-1]) and inputs.shape == (4, 64)
-    assert not torch.equal(inputs, corpus.batch(text, 3, 0, 4, 64)[0]) and not torch.equal(inputs, corpus.batch(text, 4, 1, 4, 64)[0])
+    for other in (corpus.batch(text, 3, 0, 4, 64), corpus.batch(text, 4, 1, 4, 64)):
+        assert not torch.equal(inputs, other[0])
     out = subprocess.run([sys.executable, "-c", "import hashlib, corpus; t = corpus.load(); "
                           "print(hashlib.sha256(t.numpy()).hexdigest(), corpus.batch(t, 3, 1, 4, 64)[0].sum().item())"],
-                         cwd=DEMO, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONHASHSEED": "5"}).stdout.split()
-    import hashlib
-    assert out == [hashlib.sha256(text.numpy()).hexdigest(), str(inputs.sum().item())]
+                         cwd=DEMO, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONHASHSEED": "5"})
+    assert out.stdout.split() == [hashlib.sha256(text.numpy()).hexdigest(), str(inputs.sum().item())]
 
 
 def test_the_script_knows_nothing_of_us():

@@ -1,1 +1,1 @@
-"""The demonstration behind `ds-nvcomp demo`: DeepSpeed training that is killed and resumed, compressed, plain and uninterrupted."""
+"""What `ds-nvcomp demo` runs: DeepSpeed training, uninterrupted, and killed and resumed with both kinds of checkpoint."""

@@ -51,8 +51,8 @@ def run(out: Path | None = None, steps: int = 40, device: str = "auto", ranks: i
             for difference in differences:
                 console.print(f"  {escape(difference)}")
             return 1
-        console.print(f"[green]Identical in every bit: the run resumed from compressed checkpoints, the one resumed from plain ones, "
-                      f"and the one that was never interrupted.[/] {seconds:.0f} s in all.")
+        console.print("[green]Identical in every bit: the run resumed from compressed checkpoints, the one resumed from plain "
+                      f"ones, and the one that was never interrupted.[/] {seconds:.0f} s in all.")
         return 0
     except RunError as err:
         console.print(f"[red]{escape(str(err))}[/]")
@@ -112,8 +112,8 @@ class _Stage:
     def run(self) -> list[str]:
         """Do it all, print the tables; returns what differs, in words."""
         self.console.rule(f"ZeRO-{self.stage}, {self.ranks} process{'es' * (self.ranks > 1)} on {self.device.upper()}")
-        with Progress(TextColumn("{task.description:34}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeElapsedColumn(),
-                      console=self.console, transient=True) as progress:
+        with Progress(TextColumn("{task.description:34}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"),
+                      TimeElapsedColumn(), console=self.console, transient=True) as progress:
             self.progress = progress
             uninterrupted = self._train("uninterrupted", {}, "uninterrupted")
             saved = {"plain": self._kill_and_resume("plain", {}), "compressed": self._kill_and_resume("compressed", BLOCK)}
@@ -141,15 +141,16 @@ class _Stage:
     def _kill_and_resume(self, name: str, block: dict) -> _Saved:
         checkpoints = self.home / name / "checkpoints"
         options = ["--checkpoints", str(checkpoints), "--save-every", str(self.save_at)]
-        killed = self._train(f"{name}/killed", block, f"{name}, saving at step {self.save_at}", *options, kill_after=self.kill_after)
+        killed = self._train(f"{name}/killed", block, f"{name}, saving at step {self.save_at}", *options,
+                             kill_after=self.kill_after)
         checkpoint = checkpoints / (checkpoints / "latest").read_text().strip()
         sizes = dict.fromkeys((kind for kind, _ in KINDS), 0)
         for path in checkpoint.rglob("*"):
             if path.is_file():
                 sizes[next(kind for kind, suffix in KINDS if path.name.endswith(suffix))] += path.stat().st_size
         if _mentions_us(checkpoint) != bool(block):
-            raise RunError(f"{checkpoint} should {'' if block else 'not '}be compressed, and is{' not' if block else ''}; see the logs "
-                           f"in {killed.directory} (--keep keeps them).")
+            wrong = "should be compressed, and is not" if block else "should not be compressed, and is"
+            raise RunError(f"{checkpoint} {wrong}; see the logs in {killed.directory} (--keep keeps them).")
         return _Saved(killed, self._train(f"{name}/resumed", block, f"{name}, resumed", *options), checkpoint, sizes)
 
     def _config(self, batch: int) -> dict:
@@ -158,7 +159,8 @@ class _Stage:
             "bf16": {"enabled": True},
             # DeepSpeed's default buckets of a gigabyte are for larger models.
             "zero_optimization": {"stage": self.stage, "reduce_bucket_size": 5_000_000, "allgather_bucket_size": 5_000_000},
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True}},
+            "optimizer": {"type": "AdamW",
+                          "params": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True}},
             "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 2 * self.steps, "warmup_num_steps": 10}},
             "gradient_clipping": 1.0,
         }
@@ -167,7 +169,9 @@ class _Stage:
         """What makes two runs of one script the same run; the rest is up to ours."""
         env = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONUNBUFFERED": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
                "NCCL_NVLS_ENABLE": "0"}
-        return {**env, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""} if self.device == "cpu" else {**env, "DS_ACCELERATOR": "cuda"}
+        if self.device == "cpu":
+            return {**env, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+        return {**env, "DS_ACCELERATOR": "cuda"}
 
     def _sizes(self, saved: dict[str, _Saved]) -> Table:
         plain, ours = saved["plain"], saved["compressed"]
@@ -196,7 +200,8 @@ class _Stage:
                 where = f"ZeRO-{self.stage}, {name}, rank {rank}"
                 killed, resumed = _losses(way.killed, rank), _losses(way.resumed, rank)
                 if not killed or sorted(resumed) != list(range(self.save_at + 1, self.steps + 1)):
-                    differences.append(f"{where}: killed after step {max(killed, default=0)} it resumed for the steps {sorted(resumed)}")
+                    differences.append(f"{where}: killed after step {max(killed, default=0)} it resumed for the steps "
+                                       f"{sorted(resumed)}")
                 compared = {step: bits for step, bits in killed.items() if step <= self.steps}
                 for what, mine in (("before the kill", compared), ("after the resumption", resumed)):
                     differences += [f"{where}: the loss of step {step} {what} is {bits}, uninterrupted {losses[rank].get(step)}"
@@ -216,8 +221,9 @@ class _Stage:
 
         for step in (self.save_at + 1, self.steps):
             row(f"fp32 loss, step {step}", [_losses(run, 0).get(step, "missing") for run in runs])
-        row(f"losses, steps {self.save_at + 1}-{self.steps}", [self._digest(
-            [_losses(run, rank).get(step) for step in range(self.save_at + 1, self.steps + 1)] for rank in range(self.ranks)) for run in runs])
+        both = range(self.save_at + 1, self.steps + 1)  # the steps that all three took
+        row(f"losses, steps {both[0]}-{both[-1]}", [self._digest(
+            [_losses(run, rank).get(step) for step in both] for rank in range(self.ranks)) for run in runs])
         for part in states[0]:
             row(part, [self._digest(_state(run, rank).get(part) for rank in range(self.ranks)) for run in runs])
         self.console.print(table)

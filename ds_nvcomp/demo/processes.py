@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 SCRIPT = Path(__file__).with_name("train.py")
-SILENCE = 240.0  # seconds without a step before a run counts as stuck; DeepSpeed compiles for up to a minute before the first one
+# Seconds without a step before a run counts as stuck; DeepSpeed compiles for up to a minute before the first one.
+SILENCE = 240.0
 
 
 class RunError(RuntimeError):
@@ -34,12 +35,12 @@ class Run:
         self.processes = []
         try:
             for rank in range(ranks):
-                env = {**os.environ, **environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port), "RANK": str(rank),
-                       "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+                env = {**os.environ, **environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port),
+                       "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
                 with open(self._log(rank), "wb") as log:
                     self.processes.append(subprocess.Popen(
-                        [sys.executable, str(SCRIPT), "--events", str(directory), *arguments], env=env, stdin=subprocess.DEVNULL,
-                        stdout=log, stderr=subprocess.STDOUT, start_new_session=True))
+                        [sys.executable, str(SCRIPT), "--events", str(directory), *arguments], env=env,
+                        stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True))
         except BaseException:
             self.kill()
             raise
@@ -58,7 +59,7 @@ class Run:
         return max((event["step"] for event in self.events(0) if event["event"] == "step"), default=0)
 
     def wait(self, kill_after: int | None = None, progress=lambda step: None) -> None:
-        """Until all processes have ended well; or until step `kill_after` is logged, and then kill them all. Raises `RunError`."""
+        """Until all processes have ended well; or until step `kill_after` is logged, and then kill them. Raises `RunError`."""
         last, changed = 0, time.monotonic()
         try:
             while True:
@@ -68,7 +69,8 @@ class Run:
                     progress(step)
                 if kill_after is not None and step >= kill_after:
                     if any(process.poll() is not None for process in self.processes):
-                        raise RunError(f"The run had ended before it could be killed after step {kill_after}; use more --steps.")
+                        raise RunError(f"The run had ended before it could be killed after step {kill_after}; use more "
+                                       "--steps.")
                     return
                 codes = [process.poll() for process in self.processes]
                 for rank, code in enumerate(codes):

@@ -69,7 +69,8 @@ def main():
             engine.save_checkpoint(args.checkpoints, client_state={"step": step, "rng": rng})
             log(event="save", seconds=time.perf_counter() - began)
 
-    log(event="end", state=fingerprint.of(engine), parameters=sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()))
+    parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+    log(event="end", state=fingerprint.of(engine), parameters=parameters)
     dist.barrier()
     dist.destroy_process_group()
 

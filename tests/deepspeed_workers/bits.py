@@ -48,7 +48,8 @@ def differences(a, b, where: str = "", seen=None) -> list[str]:
     if isinstance(a, torch.Tensor):
         same = (a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride() and a.requires_grad == b.requires_grad
                 and a.device == b.device and raw(a) == raw(b))
-        found = [] if same else [f"{where}: {a.dtype} {tuple(a.shape)} {a.stride()} differs from {b.dtype} {tuple(b.shape)} {b.stride()}"]
+        found = [] if same else [f"{where}: {a.dtype} {tuple(a.shape)} {a.stride()} differs from "
+                                 f"{b.dtype} {tuple(b.shape)} {b.stride()}"]
         return found + differences(vars(a), vars(b), f"{where}.__dict__", seen)
     if isinstance(a, dict):
         if list(a) != list(b):
@@ -56,7 +57,8 @@ def differences(a, b, where: str = "", seen=None) -> list[str]:
         # ZeRO-3 numbers parameters through the life of the process, so a second engine in it counts on.
         found = [item for key in a if key != "ds_id" for item in differences(a[key], b[key], f"{where}.{key}", seen)]
         # ... and a state_dict has lost its `_metadata`. Ours, which saves the original, may know more than the plain one.
-        return found + [f"{where}.{key}" for key in getattr(b, "__dict__", {}) if differences(getattr(a, key, None), vars(b)[key])]
+        attributes = getattr(b, "__dict__", {})
+        return found + [f"{where}.{key}" for key in attributes if differences(getattr(a, key, None), attributes[key])]
     if isinstance(a, (list, tuple, set)):
         if len(a) != len(b):
             return [f"{where}: {len(a)} against {len(b)} items"]

@@ -1,7 +1,7 @@
 """The processes of the DeepSpeed tests: `worker.py GROUP OUT` runs the cases of a group one after another on every rank.
 
-Nothing here imports ds_nvcomp to switch it on: the entry point has to do that. A case's assertions are its own; what it returns,
-or its traceback, goes to OUT/CASE.rankR.json.
+Nothing here imports ds_nvcomp to switch it on: the entry point has to do that. A case's assertions are its own; what it
+returns, or its traceback, goes to OUT/CASE.rankR.json.
 """
 from __future__ import annotations
 
@@ -96,11 +96,13 @@ def state(engine) -> dict[str, str]:
     """Hashes of all that further steps depend on."""
     optimizer = engine.optimizer
     parts = {"weights": {name: getattr(p, "ds_tensor", p.data) for name, p in engine.module.named_parameters()},
-             "buffers": dict(engine.module.named_buffers()), "steps": [engine.global_steps, engine.global_samples, engine.skipped_steps],
+             "buffers": dict(engine.module.named_buffers()),
+             "steps": [engine.global_steps, engine.global_samples, engine.skipped_steps],
              "scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler else None, "lr": engine.get_lr(),
              "scale": [getattr(optimizer, "cur_scale", None), getattr(optimizer, "cur_iter", None)],
              "rng": torch.get_rng_state()}
-    for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat_partition", "fp32_groups_flat"):
+    for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat_partition",
+                 "fp32_groups_flat"):
         if getattr(optimizer, name, None) is not None:
             parts[name] = list(getattr(optimizer, name))
     for index, value in enumerate(getattr(optimizer, "optimizer", optimizer).state.values()):
@@ -113,8 +115,8 @@ def save(engine, directory: Path, step: int, **options) -> None:
     """Save with all that the loop needs to go on, the generators of all ranks included."""
     rng = [None] * dist.get_world_size()
     dist.all_gather_object(rng, torch.get_rng_state())
-    engine.save_checkpoint(str(directory), client_state={"step": step, "rng": rng, "note": "\u00fc", "nested": {"t": torch.arange(5000)}},
-                           **options)
+    client = {"step": step, "rng": rng, "note": "\u00fc", "nested": {"t": torch.arange(5000)}}
+    engine.save_checkpoint(str(directory), client_state=client, **options)
 
 
 def restore(engine, directory: Path, **options) -> int:
@@ -195,7 +197,7 @@ for _stage in (2, 3):
 def config_file(directory, name, build=models.Model):
     """A configuration of ours as it stands, saved and loaded once."""
     settings = json.loads((CONFIGS / name).read_text())
-    settings.setdefault("zero_optimization", {}).update(reduce_bucket_size=100_000, allgather_bucket_size=100_000)  # memory, not meaning
+    settings["zero_optimization"].update(reduce_bucket_size=100_000, allgather_bucket_size=100_000)  # memory, not meaning
     engine = make(settings, build)
     assert is_ours(engine)
     train(engine, 0, 2)
@@ -411,7 +413,7 @@ def slow_rank(directory):
 @case("commit", "failing_rank_1", 1)
 @case("commit", "failing_rank_0", 0)
 def failing_rank(directory, failing):
-    """Every rank raises `CommitError`, which names the one that failed; the last checkpoint stays; training and the next save go on."""
+    """Every rank raises `CommitError`, which names the one that failed; the last checkpoint stays; training goes on."""
     from ds_nvcomp import CommitError
     engine, reference = make(compressed(config(2))), make(config(2))
     expected = train(reference, 0, STEPS), state(reference)
@@ -560,7 +562,8 @@ def universal_load(_, stage):
 def bad_blocks(directory):
     """A mistake in the block stops `deepspeed.initialize` with an error that names the key."""
     from ds_nvcomp import ConfigError
-    for block, words in (({"enabled": True, "codek": "ans"}, ("codek", "codec")), ({"codec": "zip"}, ("codec", "zip", "deflate")),
+    for block, words in (({"enabled": True, "codek": "ans"}, ("codek", "codec")),
+                         ({"codec": "zip"}, ("codec", "zip", "deflate")),
                          ({"threads": "auto"}, ("threads", "auto")), ({"enabled": "auto"}, ("enabled", "auto")),
                          ({"chunk_bytes": 5000}, ("chunk_bytes", "5000")), ({"verify": True}, ("verify",)), ("auto", ("auto",)),
                          (True, ("nvcomp_checkpoint",)), ([], ("nvcomp_checkpoint",))):
@@ -600,13 +603,11 @@ def _nvme(directory):
 
 @case("choice")
 def nvme_offload(directory):
-    """Refused where DeepSpeed makes its checkpoint engine."""
+    """Refused where a DeepSpeedEngine gets its checkpoint engine."""
     from types import SimpleNamespace
-    from deepspeed.runtime import engine as module
     from ds_nvcomp import UnsupportedSetupError
     try:
-        module.create_checkpoint_engine(config_params=SimpleNamespace(_param_dict=_nvme(directory)), groups=None, zero_stage=3,
-                                        has_moe_layers=False, optimize_dp_state=False)
+        deepspeed.DeepSpeedEngine._configure_checkpointing(SimpleNamespace(_config=SimpleNamespace(_param_dict=_nvme(directory))))
     except UnsupportedSetupError as err:
         assert "nvme" in str(err) and "nvcomp_checkpoint" in str(err)
     else:
@@ -653,7 +654,7 @@ def config_files(directory):
 @case("nothing")
 def left_alone(directory):
     """With DS_NVCOMP_AUTOLOAD=0 DeepSpeed is as its authors left it, block or no block; until somebody installs us by hand."""
-    assert not any(name.startswith("ds_nvcomp") for name in sys.modules if name not in ("ds_nvcomp", "ds_nvcomp.autoload", "ds_nvcomp.errors"))
+    assert not {name for name in sys.modules if name.startswith("ds_nvcomp.")} - {"ds_nvcomp.autoload", "ds_nvcomp.errors"}
     engine = make(compressed(config(1)))
     assert type(engine.checkpoint_engine).__name__ == "TorchCheckpointEngine"
     engine.destroy()
@@ -684,8 +685,8 @@ def main():
             returned = function(directory)
         except Exception:
             error = traceback.format_exc()
-        (out / f"{name}.rank{rank}.json").write_text(json.dumps({"error": error, "returned": returned, "seconds": time.perf_counter() - began},
-                                                                default=str))
+        report = {"error": error, "returned": returned, "seconds": time.perf_counter() - began}
+        (out / f"{name}.rank{rank}.json").write_text(json.dumps(report, default=str))
         failed = [None] * dist.get_world_size()
         dist.all_gather_object(failed, error)
         print(f"== {name}: {'failed' if error else 'ok'} in {time.perf_counter() - began:.1f} s", flush=True)
