@@ -69,7 +69,7 @@ def _upload(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
     for array in arrays:
         places.append(slice(end, end + array.nbytes))
         end = int(aligned(end + array.nbytes))
-    together = np.empty(end, np.uint8)
+    together = np.empty(max(end, ALIGN), np.uint8)  # views of an empty tensor have no stride to speak of
     for array, place in zip(arrays, places):
         together[place] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     there = torch.from_numpy(together).to(device, non_blocking=True)
@@ -288,6 +288,8 @@ def decode(data: torch.Tensor, header: format.Header, table: format.Table, codec
 
     Raises `ChecksumError`, `DecodeError`. All checksums are verified, where the bytes are, before nvCOMP sees one of them.
     """
+    if not header.chunks:
+        return torch.empty(0, dtype=torch.uint8, device=data.device)
     device = data.device if data.is_cuda else torch.device("cuda", torch.cuda.current_device())
     if data.is_cuda and data.data_ptr() % ALIGN:
         data = data.clone()

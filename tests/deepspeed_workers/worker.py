@@ -607,7 +607,8 @@ def nvme_offload(directory):
     from types import SimpleNamespace
     from ds_nvcomp import UnsupportedSetupError
     try:
-        deepspeed.DeepSpeedEngine._configure_checkpointing(SimpleNamespace(_config=SimpleNamespace(_param_dict=_nvme(directory))))
+        settings = SimpleNamespace(_param_dict=_nvme(directory))
+        deepspeed.DeepSpeedEngine._configure_checkpointing(SimpleNamespace(_config=settings))
     except UnsupportedSetupError as err:
         assert "nvme" in str(err) and "nvcomp_checkpoint" in str(err)
     else:
