@@ -28,6 +28,8 @@ assert HEADER.size == 64
 # How a piece (one plane of one chunk) is stored.
 ZERO, RAW, CODED, UNSIGNED = 0, 1, 2, 3
 
+COLUMNS = ("crc", "decoded", "size", "mode")  # of the chunk table, in order
+
 
 def aligned(sizes):
     """Round bytes up to `ALIGN`; ints and integer arrays alike."""
@@ -68,15 +70,21 @@ class Header:
 
 @dataclass
 class Table:
-    """One row per chunk: `crc` uint32 [n], `size` uint32 [planes, n] bytes stored, `mode` uint8 [planes, n]."""
+    """One row per chunk, kept by column.
+
+    `crc` uint32 [n]: CRC-32 of the chunk's stored bytes. `decoded` uint32 [n]: that of its coded plane before coding, zero-padded to
+    `ALIGN`, and 0 where it is not coded; nvCOMP's decoders do not tell when a stream is not what it should be. `size` uint32
+    [planes, n]: bytes stored. `mode` uint8 [planes, n].
+    """
     crc: np.ndarray
+    decoded: np.ndarray
     size: np.ndarray
     mode: np.ndarray
 
     @classmethod
     def empty(cls, transform: Transform, chunks: int) -> "Table":
         planes = len(transform.planes)
-        return cls(np.zeros(chunks, np.uint32), np.zeros((planes, chunks), np.uint32), np.zeros((planes, chunks), np.uint8))
+        return cls(np.zeros(chunks, np.uint32), np.zeros(chunks, np.uint32), np.zeros((planes, chunks), np.uint32), np.zeros((planes, chunks), np.uint8))
 
     @property
     def piece_offsets(self) -> np.ndarray:
@@ -91,11 +99,11 @@ class Table:
         return aligned(self.size.astype(np.int64)).sum(axis=0)
 
     def tobytes(self) -> bytes:
-        return self.crc.tobytes() + self.size.tobytes() + self.mode.tobytes()
+        return b"".join(getattr(self, column).tobytes() for column in COLUMNS)
 
 
 def row_bytes(transform: Transform) -> int:
-    return 4 + 5 * len(transform.planes)
+    return 8 + 5 * len(transform.planes)
 
 
 def preamble(header: Header, table: Table) -> bytes:
@@ -157,8 +165,9 @@ def parse_table(rows: bytes | memoryview, header: Header) -> Table:
     if any(rows[header.table_bytes:]):
         raise TableError("The padding behind the chunk table is not zero. The file is damaged; restore it from a copy.")
     n, planes = header.chunks, len(header.transform.planes)
-    table = Table(np.frombuffer(rows, np.uint32, n), np.frombuffer(rows, np.uint32, planes * n, 4 * n).reshape(planes, n),
-                  np.frombuffer(rows, np.uint8, planes * n, 4 * n * (1 + planes)).reshape(planes, n))
+    table = Table(np.frombuffer(rows, np.uint32, n), np.frombuffer(rows, np.uint32, n, 4 * n),
+                  np.frombuffer(rows, np.uint32, planes * n, 8 * n).reshape(planes, n),
+                  np.frombuffer(rows, np.uint8, planes * n, 8 * n + 4 * planes * n).reshape(planes, n))
     elements = header.elements_of(np.arange(n, dtype=np.int64))
     for p, plane in enumerate(header.transform.planes):
         size, mode = table.size[p].astype(np.int64), table.mode[p]
@@ -169,6 +178,10 @@ def parse_table(rows: bytes | memoryview, header: Header) -> Table:
             c = int(np.argmin(fits))
             raise TableError(f"Plane {plane.name!r} is stored in mode {mode[c]} with {size[c]} bytes, which is not possible "
                              f"for {raw[c]} raw bytes. The file is damaged; restore it from a copy.", chunk=c)
+    stray = (table.mode[0] != CODED) & (table.decoded != 0)
+    if stray.any():
+        raise TableError("A chunk that is not coded has a checksum of its decoded plane. The file is damaged; restore it from a copy.",
+                         chunk=int(np.argmax(stray)))
     if int(table.chunk_bytes.sum()) != header.data_bytes:
         raise TableError(f"The table's pieces are {int(table.chunk_bytes.sum())} bytes, the header says {header.data_bytes}.")
     return table

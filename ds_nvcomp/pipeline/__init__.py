@@ -21,7 +21,7 @@ def encode(sources: list[Source], config, progress=lambda raw_bytes: None) -> li
     """
     on_gpu = [_encode_on_gpu(source, config) for source in sources]
     if not any(on_gpu):
-        return cpu.encode(sources, config, progress)
+        return cpu.encode([_on_host(source) for source in sources], config, progress)
     from . import gpu
     done = iter(gpu.encode([source for source, here in zip(sources, on_gpu) if here], config, progress))
     left = [_on_host(source) for source, here in zip(sources, on_gpu) if not here]

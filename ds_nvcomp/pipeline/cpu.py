@@ -41,7 +41,7 @@ def encode(sources: list[Source], config, progress=lambda raw_bytes: None) -> li
             done.append(tile.result())
             progress(done[-1][2])
         table = format.Table(*(np.concatenate([getattr(t[0], column) for t in done], axis=-1)
-                               for column in ("crc", "size", "mode"))) if done else format.Table.empty(source.transform, 0)
+                               for column in format.COLUMNS)) if done else format.Table.empty(source.transform, 0)
         payloads.append(Payload.assemble(source, codec, per_chunk, table, [t[1] for t in done]))
     return payloads
 
@@ -53,21 +53,29 @@ def _encode_tile(source, raw, per_chunk, coder, verify):
     data = []
     for c in range(len(table.crc)):
         crc = 0
-        for p, (mode, piece) in enumerate(_encode_chunk(source, raw[c * step:(c + 1) * step], coder, verify)):
+        planes = transforms.split(source.transform, raw[c * step:(c + 1) * step])
+        for p, (mode, piece) in enumerate(_encode_chunk(source, planes, len(raw[c * step:(c + 1) * step]), coder, verify)):
             table.mode[p, c], table.size[p, c] = mode, len(piece)
             if len(piece):
                 padding = _PADDING[-len(piece) % format.ALIGN]
                 crc = crc32(padding, crc32(piece, crc))
                 data += (piece, padding)
+            if mode == CODED:
+                table.decoded[c] = padded_crc(planes[p])
         table.crc[c] = crc
     return table, b"".join(data), len(raw)
 
 
-def _encode_chunk(source, chunk, coder, verify):
+def padded_crc(plane: np.ndarray) -> int:
+    """CRC-32 of a raw plane, zero-padded to `format.ALIGN`."""
+    return crc32(_PADDING[-len(plane) % format.ALIGN], crc32(plane))
+
+
+def _encode_chunk(source, planes, nbytes, coder, verify):
     transform = source.transform
-    elements = len(chunk) // transform.width
+    elements = nbytes // transform.width
     pieces = []
-    for plane, raw in zip(transform.planes, transforms.split(transform, chunk)):
+    for plane, raw in zip(transform.planes, planes):
         if not raw.any():
             pieces.append((ZERO, b""))
         elif plane.codable and coder is not None:
@@ -127,7 +135,7 @@ def _decode_tile(payload, header, table, offsets, coder, out, step, first):
             mode, size, at = table.mode[p, c], int(table.size[p, c]), int(offsets[p, c])
             piece = payload[at:at + size]
             if mode == CODED:
-                planes.append(_decode_piece(coder, piece, plane.raw_bytes(elements), c))
+                planes.append(_decode_piece(coder, piece, plane.raw_bytes(elements), int(table.decoded[c]), c))
             elif mode == UNSIGNED:
                 planes.append(transforms.restore_sign(header.transform, piece, elements))
             else:
@@ -154,7 +162,7 @@ def check_all(payload: np.ndarray, table: format.Table, offsets: np.ndarray, thr
         tile.result()
 
 
-def _decode_piece(coder, piece, raw_bytes, chunk):
+def _decode_piece(coder, piece, raw_bytes, crc, chunk):
     try:
         raw = np.frombuffer(coder.decode(piece, raw_bytes), np.uint8)
     except Exception as err:  # decoder libraries raise whatever they like; the chunk passed its checksum
@@ -163,4 +171,11 @@ def _decode_piece(coder, piece, raw_bytes, chunk):
     if len(raw) != raw_bytes:
         raise DecodeError(f"A chunk decodes to {len(raw)} bytes, expected {raw_bytes}. It was written wrongly, by a faulty "
                           "encoder or on purpose.", chunk=chunk)
+    if padded_crc(raw) != crc:
+        raise wrongly_coded(chunk)
     return raw
+
+
+def wrongly_coded(chunk: int) -> DecodeError:
+    return DecodeError("A chunk's stored bytes are the ones that were written, but do not decode to what they were made from. The encoder "
+                       "or this decoder is at fault; resume from an earlier checkpoint, or decode on another device.", chunk=chunk)

@@ -90,7 +90,7 @@ class _Slot:
             self.planes, self.coded = new(chunks * plane_stride), new(chunks * coded_stride)
             self.out, self.staging = new(out_bytes), new(staging_bytes)
         self.host_flags = torch.empty(3 * chunks, dtype=torch.int32, device="cpu", pin_memory=True)
-        self.host_crc = torch.empty(chunks, dtype=torch.int32, device="cpu", pin_memory=True)
+        self.host_crc, self.host_decoded = (torch.empty(chunks, dtype=torch.int32, device="cpu", pin_memory=True) for _ in range(2))
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -165,6 +165,10 @@ class _Encoder:
             flags = torch.zeros((3, len(src)), dtype=torch.int32, device=self.device)
             kernels.split(self.transform, slot.stream, self.per_chunk, src, elements, slot.planes, slot.plane_stride, flags)
             sizes = self.transform.planes[0].raw_bytes(tile.elements)
+            places, lengths = _upload(self.device, np.arange(len(sizes)) * slot.plane_stride, aligned(sizes))
+            crc = torch.empty(len(sizes), dtype=torch.int32, device=self.device)
+            kernels.checksum(slot.stream, slot.planes, places, lengths, crc)
+            slot.host_decoded[:len(sizes)].copy_(crc, non_blocking=True)
             batch = None
             if slot.coder:
                 try:
@@ -214,6 +218,7 @@ class _Encoder:
                     better &= self._verified(slot, work["sizes"], coded, better)
                 table.mode[0][better] = CODED
                 table.size[0][better] = coded[better]
+                table.decoded[better] = slot.host_decoded[:chunks].numpy().view(np.uint32)[better]
         offsets = np.ascontiguousarray(table.piece_offsets)
         spans = table.chunk_bytes
         total = int(spans.sum())
@@ -261,13 +266,13 @@ class _Encoder:
     def _assemble(self, tables, buffers, tile_chunks):
         """Cut the tiles' tables and buffers back into one payload a source."""
         tables = tables or [format.Table.empty(self.transform, 0)]
-        columns = {name: np.concatenate([getattr(t, name) for t in tables], axis=-1) for name in ("crc", "size", "mode")}
+        columns = {name: np.concatenate([getattr(t, name) for t in tables], axis=-1) for name in format.COLUMNS}
         ends = np.cumsum(aligned(columns["size"].astype(np.int64)).sum(axis=0))
         starts = ends - np.diff(ends, prepend=0)
         payloads, first = [], 0
         for source in self.sources:
             last = first + -(-source.elements // self.per_chunk)
-            table = format.Table(*(np.ascontiguousarray(columns[name][..., first:last]) for name in ("crc", "size", "mode")))
+            table = format.Table(*(np.ascontiguousarray(columns[name][..., first:last]) for name in format.COLUMNS))
             parts, c = [], first
             while c < last:  # the chunks of this source in one tile are neighbours in its buffer
                 tile = c // tile_chunks
@@ -319,14 +324,16 @@ def decode(data: torch.Tensor, header: format.Header, table: format.Table, codec
                 batches.append(_decode_tile(stream, stored, header, codec, table, offsets[:, part] - start, part, plane_stride, target))
                 if target is not result:
                     result.copy_(target)
-        for batch in batches:
-            _check_sizes(batch)
     finally:  # also after a failure: no stream may still write when the caller frees `out`
         for stream in streams:
             torch.cuda.current_stream(device).wait_stream(stream)
             if data.is_cuda:
                 out.record_stream(stream)
                 data.record_stream(stream)
+    for chunks, crc, _ in batches:
+        wrong = np.flatnonzero(crc.cpu().numpy().view(np.uint32) != table.decoded[chunks])
+        if len(wrong):
+            raise cpu.wrongly_coded(int(chunks[wrong[0]]))
     return out
 
 
@@ -345,40 +352,24 @@ def _check(data, table, starts, spans):
 
 
 def _decode_tile(stream, stored, header, codec, table, offsets, part, plane_stride, target):
-    """Launch one tile; what `_check_sizes` needs to see whether nvCOMP decoded all of it."""
+    """Launch one tile; returns its coded chunks and, on the device, the checksums of what nvCOMP made of them."""
     transform = header.transform
     elements = header.elements_of(np.arange(part.start, part.stop, dtype=np.int64))
     coded = np.flatnonzero(table.mode[0, part] == CODED)
     planes = torch.zeros(len(elements) * plane_stride if len(coded) else 0, dtype=torch.uint8, device=stream.device)
-    batch, raw_sizes = None, []
+    crc, batch = torch.empty(len(coded), dtype=torch.int32, device=stream.device), None
     if len(coded):
-        raw_sizes = transform.planes[0].raw_bytes(elements[coded]).tolist()
+        raw_sizes = transform.planes[0].raw_bytes(elements[coded])
         chunk_bytes = transform.planes[0].raw_bytes(header.chunk_elements)
         coder = nvcomp.codec_for(codec, chunk_bytes, stream, exponents=transform is not WHOLE)
         try:
             batch = coder.decode(stored, offsets[0, coded].tolist(), table.size[0, part][coded].tolist(), planes,
-                                 (coded * plane_stride).tolist(), raw_sizes)
+                                 (coded * plane_stride).tolist(), raw_sizes.tolist())
         except Exception as err:
-            raise _refused(codec, err, part.start + int(coded[0])) from err
+            raise DecodeError(f"nvCOMP's {codec.name} refused chunks whose checksums are right: {err}. They were written wrongly, by a "
+                              "faulty encoder or on purpose.", chunk=part.start + int(coded[0])) from err
+        places, lengths = _upload(stream.device, coded * plane_stride, aligned(raw_sizes))
+        kernels.checksum(stream, planes, places, lengths, crc)
     elements, modes, there = _upload(stream.device, elements.astype(np.int32), table.mode[:, part], offsets)
     kernels.merge(transform, stream, header.chunk_elements, stored, elements, planes, plane_stride, modes, there, target)
-    return codec, batch, raw_sizes, part.start + coded
-
-
-def _check_sizes(decoded):
-    codec, batch, raw_sizes, chunks = decoded
-    if batch is None:
-        return
-    try:
-        sizes = batch.sizes()
-    except Exception as err:
-        raise _refused(codec, err, int(chunks[0])) from err
-    other = np.flatnonzero(np.array(sizes) != np.array(raw_sizes))
-    if len(other):
-        raise DecodeError(f"A chunk decodes to {sizes[other[0]]} bytes, expected {raw_sizes[other[0]]}. It was written wrongly, by a "
-                          "faulty encoder or on purpose.", chunk=int(chunks[other[0]]))
-
-
-def _refused(codec, err, chunk):
-    return DecodeError(f"nvCOMP's {codec.name} refused chunks whose checksums are right: {err}. They were written wrongly, by a faulty "
-                       "encoder or on purpose.", chunk=chunk)
+    return part.start + coded, crc, batch

@@ -72,10 +72,14 @@ class GpuCodec:
 
     def decode(self, data: torch.Tensor, offsets: list[int], sizes: list[int], out: torch.Tensor, out_offsets: list[int],
                raw_sizes: list[int]) -> Batch:
-        """Decode pieces of `data` to their places in `out`; `Batch.sizes()` then are the decoded sizes."""
+        """Decode pieces of `data` to their places in `out`; keep the batch until that is done.
+
+        nvCOMP does not tell whether the pieces were what they should be: the batch's sizes are the ones asked for.
+        """
         config = self._codec.decompression_config(self._codec.compression_config(raw_sizes))  # or nvCOMP walks every stream for it
         target = nvcomp.as_arrays(out, out_offsets, raw_sizes)
-        return Batch(self._codec.decode(nvcomp.as_arrays(data, offsets, sizes), out=target, decompression_config=config))
+        source = nvcomp.as_arrays(data, offsets, sizes)
+        return Batch((self._codec.decode(source, out=target, decompression_config=config), source, config))
 
 
 _local = threading.local()
