@@ -183,7 +183,7 @@ class _Stage:
             table.add_row(name, show(a), show(b), f"{b / a:.3f}" if a else "", f"{a / b:.2f}x" if b else "", style=style)
 
         for kind, _ in KINDS:
-            if plain.sizes[kind] or ours.sizes[kind]:
+            if plain.sizes[kind]:
                 row(kind, plain.sizes[kind], ours.sizes[kind], _megabytes)
         row("total", sum(plain.sizes.values()), sum(ours.sizes.values()), _megabytes, "bold")
         row("save (compressed ones fsync)", plain.seconds("save"), ours.seconds("save"), lambda seconds: f"{seconds:.2f} s")
