@@ -42,6 +42,7 @@ class NvcompCheckpointEngine(CheckpointEngine):
         self._commit: Commit | None = None
         self._failure: Exception | None = None
         self._reports: list[SaveReport] = []
+        self._written: dict[str, tuple[int, int]] = {}
         self._began = 0.0
         self._cached = None
 
@@ -57,7 +58,7 @@ class NvcompCheckpointEngine(CheckpointEngine):
             logger.warning(f"checkpoint {self._tag!r} was begun and never committed; it is discarded.")
             self._commit.abandon()
         self._began, self._tag = time.perf_counter(), str(getattr(info, "tag", info))
-        self._commit, self._failure, self._reports, self._cached = None, None, [], None
+        self._commit, self._failure, self._reports, self._written, self._cached = None, None, [], {}, None
         save_dir = getattr(info, "save_dir", None)
         if save_dir is not None:
             self._open(Path(save_dir) / self._tag)
@@ -82,7 +83,9 @@ class NvcompCheckpointEngine(CheckpointEngine):
             if not str(path).endswith(COMPRESSED_SUFFIX):
                 _save_plain(state_dict, target or Path(path))
             elif target is not None:
-                self._reports.append(write(state_dict, target, self.config, root=target.stem))
+                report = write(state_dict, target, self.config, root=target.stem)
+                self._reports.append(report)
+                self._written[str(target)] = report.stored_bytes, report.digest
             else:
                 self._reports.append(save(state_dict, path, self.config))
         except Exception as err:
@@ -96,7 +99,7 @@ class NvcompCheckpointEngine(CheckpointEngine):
         failure, self._failure = self._failure, None
         save_latest, self.save_latest = self.save_latest, None
         if commit is not None and commit.staged.exists():
-            commit.finish(failure, save_latest)
+            commit.finish(failure, save_latest, self._written)
         else:
             self._ranks.agree(failure, "save")
         self._report()

@@ -145,7 +145,7 @@ def test_config(tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"train_batch_size": 1, "nvcomp_checkpoint": {"codec": "ans", "threads": 3}}))
     values = json.loads(run("config", file).stdout)["nvcomp_checkpoint"]
-    assert (values["codec"], values["threads"], values["verify"]) == ("ans", 3, "none")
+    assert (values["codec"], values["threads"], values["verify"]) == ("ans", 3, "auto")
     assert "value here" in run("config", file, "--explain").stdout
 
 

@@ -21,7 +21,7 @@ def fails(block, *words):
 def test_defaults():
     assert Config() == Config.from_dict(None) == Config.from_dict({}) == Config.of(None) == Config.of({})
     assert dataclasses.asdict(Config()) == {
-        "enabled": True, "codec": "deflate", "device": "auto", "verify": "none", "min_bytes": 4096, "chunk_bytes": 0,
+        "enabled": True, "codec": "deflate", "device": "auto", "verify": "auto", "min_bytes": 4096, "chunk_bytes": 0,
         "gpu_memory": 512 * MIB, "threads": 0, "fsync": True, "timeout": 1800.0}
 
 
@@ -63,7 +63,7 @@ def test_booleans(key, value):
 @pytest.mark.parametrize("key,choices,near", [
     ("codec", CODECS, {"deflat": "deflate", "zst": "zstd", "ANS": None, "gzip": None}),
     ("device", ("auto", "gpu", "cpu"), {"gpuu": "gpu", "cuda": None}),
-    ("verify", ("none", "encode"), {"encod": "encode", "all": None})])
+    ("verify", ("auto", "encode", "none"), {"encod": "encode", "all": None})])
 def test_choices(key, choices, near):
     for choice in choices:
         assert getattr(Config.from_dict({key: choice}), key) == choice
@@ -119,3 +119,9 @@ def test_every_key_is_explained():
         assert default and allowed and len(text) > 20, name
     assert dict((row[0], row[1:3]) for row in rows)["threads"] == ("0", "int >= 0, <= 1024")
     assert dict((row[0], row[1:3]) for row in rows)["enabled"] == ("true", "true, false")
+
+
+@pytest.mark.parametrize("verify, codec, verifies", [("auto", "deflate", False), ("auto", "ans", True), ("encode", "deflate", True),
+                                                     ("none", "ans", False), ("auto", "none", False)])
+def test_what_is_verified_while_encoding(verify, codec, verifies):
+    assert Config(verify=verify, codec=codec).verifies is verifies

@@ -13,8 +13,8 @@ PACKAGE = ROOT / "ds_nvcomp"
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))
 
 # Lower layers never import higher ones. What is not listed here is a host's adapter or a tool, on top of everything.
-LAYERS = ["errors", "config", "encoding", "pipeline", "archive", "checkpoint"]
-BOTTOM = ("errors", "config")  # import nothing of the package but one another: config raises ConfigError
+LAYERS = ["errors", "config", "log", "encoding", "pipeline", "archive", "checkpoint"]
+BOTTOM = ("errors", "config", "log")  # import nothing of the package but one another: config raises ConfigError
 
 
 def module_of(path):

@@ -50,8 +50,9 @@ class Container:
         self._end = start + size
         return start
 
-    def close(self) -> int:
-        """Append the directory; returns the size of the whole file."""
+    def close(self) -> tuple[int, int]:
+        """Append the directory; returns the size of the whole file, and the directory's CRC-32, which stands for all of the entries:
+        it covers their names, places, sizes and checksums."""
         directory = []
         for path, offset, size, crc in self._entries:
             wide = [value for value in (*((size, size) if size >= _MAX32 else ()), *((offset,) if offset >= _MAX32 else ()))]
@@ -65,6 +66,7 @@ class Container:
             tail += [_END64.pack(b"PK\6\6", _END64.size - 12, 45, 45, 0, 0, count, count, size, start),
                      _LOCATOR64.pack(b"PK\6\7", 0, start + size, 1)]
         tail += [_END.pack(b"PK\5\6", 0, 0, min(count, _MAX16), min(count, _MAX16), min(size, _MAX32), min(start, _MAX32), 0)]
-        self._write(start, [b"".join(tail)])
-        self._end = start + sum(map(len, tail))
-        return self._end
+        end = b"".join(tail)
+        self._write(start, [end])
+        self._end = start + len(end)
+        return self._end, crc32(end)

@@ -1,6 +1,7 @@
 """Bytes to disk: positional writes that finish what they start, and durability."""
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Sequence
@@ -35,6 +36,13 @@ class Writer:
                 done -= pending.pop(0).nbytes
             if done:
                 pending[0] = pending[0][done:]
+
+
+def expect_room(path, nbytes: int) -> None:
+    """Raise `OSError` (ENOSPC) if the file system of `path` has less than `nbytes` free: before the time is spent on writing."""
+    status = os.statvfs(Path(path).parent)
+    if status.f_bavail * status.f_frsize < nbytes:
+        raise OSError(errno.ENOSPC, f"{nbytes} bytes are to be written, {status.f_bavail * status.f_frsize} are free", str(path))
 
 
 def sync_directory(path) -> None:

@@ -1,6 +1,7 @@
 """`save`: torch.save's contract, compressed."""
 from __future__ import annotations
 
+import functools
 import os
 import secrets
 import stat
@@ -21,10 +22,11 @@ from .storage import describe
 
 @dataclass(frozen=True)
 class SaveReport:
-    """`raw_bytes` are the tensor bytes that were saved, `stored_bytes` the size of the file."""
+    """`raw_bytes` are the tensor bytes that were saved, `stored_bytes` the size of the file, `digest` the CRC-32 of its zip directory."""
     raw_bytes: int
     stored_bytes: int
     seconds: float
+    digest: int = 0
 
     @property
     def ratio(self) -> float:
@@ -67,10 +69,11 @@ def _append(file, buffers) -> None:
 def write(obj, path, config: Config, *, root: str, pickle_protocol: int = 2, progress=None) -> SaveReport:
     """Write the archive straight to `path`, truncating what is there; durable when this returns if `config.fsync`."""
     with files.Writer(path, fsync=config.fsync) as file:
-        return _write(obj, file.write_at, config, root, pickle_protocol, progress)
+        return _write(obj, file.write_at, config, root, pickle_protocol, progress, functools.partial(files.expect_room, path))
 
 
-def _write(obj, write_at, config, root, protocol, progress):
+def _write(obj, write_at, config, root, protocol, progress, room=lambda nbytes: None):
+    """`room(nbytes)` may refuse to go on when it is known how much will be written at least."""
     began = time.perf_counter()
     plan = pickler.collect(obj)
     worth = [span for span in plan.all_spans() if span.nbytes >= config.min_bytes]
@@ -102,6 +105,7 @@ def _write(obj, write_at, config, root, protocol, progress):
                 records[entry.key] = [span]
             entries[key].append(entry)
 
+    room(sum(payload.nbytes for payload in payloads.values()))
     data = pickler.dump(obj, protocol, entries, plain)
     # No `.format_version`: it promises torch.save's own order and sizes of records, from which torch may compute their offsets.
     zipped.add("byteorder", [b"little"])
@@ -111,9 +115,9 @@ def _write(obj, write_at, config, root, protocol, progress):
     zipped.add("version", [b"3\n"])
     guarded = {f"data/{entry.key}" for spans in entries.values() for entry in spans if entry.meta is not None}
     zipped.add(seal.RECORD, [seal.write_seal({name: check for name, check in zipped.checksums.items() if name not in guarded})])
-    stored = zipped.close()
+    stored, digest = zipped.close()
     raw = sum(span.nbytes for span in plan.all_spans()) + sum(storage.nbytes() for storage in keep)
-    return SaveReport(raw, stored, time.perf_counter() - began)
+    return SaveReport(raw, stored, time.perf_counter() - began, digest)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ..archive import files
 from ..errors import DirectoryError
+from . import manifest
 from .exchange import exchange
 from .ranks import Ranks
 
@@ -56,8 +57,11 @@ class Commit:
         target.parent.mkdir(parents=True, exist_ok=True)
         return target
 
-    def finish(self, failure: Exception | None, latest: str | None) -> None:
-        """Publish if no rank has a `failure`; then let `save_dir/latest` name `latest` if given. Raises `CommitError` on all ranks."""
+    def finish(self, failure: Exception | None, latest: str | None, written: dict[str, tuple[int, int]]) -> None:
+        """Publish if no rank has a `failure`; then let `save_dir/latest` name `latest` if given. Raises `CommitError` on all ranks.
+
+        `written` are the staged files of this rank for the manifest: {path: (bytes, digest)}.
+        """
         if failure is None and self._fsync:
             try:
                 for directory, _, _ in os.walk(self.staged):
@@ -66,6 +70,7 @@ class Commit:
                 failure = err
         try:
             self._ranks.agree(failure, "save")
+            self._write_manifest(written)
         except Exception:
             self.abandon()
             raise
@@ -85,6 +90,19 @@ class Commit:
         except OSError as err:
             failure = err
         self._ranks.agree(failure, "update 'latest'")
+
+    def _write_manifest(self, written):
+        entries = {str(Path(path).relative_to(self.staged)): entry for mine in self._ranks.gather(written, "list the files")
+                   for path, entry in mine.items()}
+        failure = None
+        try:
+            if self._ranks.rank == 0:
+                manifest.write(self.staged, self.final.name, self._ranks.world, entries, fsync=self._fsync)
+                if self._fsync:
+                    files.sync_directory(self.staged)
+        except OSError as err:
+            failure = err
+        self._ranks.agree(failure, "write the manifest")
 
     def abandon(self) -> None:
         """Forget the staged files; nothing that was there before has changed."""
@@ -106,7 +124,7 @@ class Commit:
             inside = Path(directory).relative_to(self.final)
             for name in names:
                 target = self.staged / inside / name
-                if not name.endswith("_states.pt") and not target.exists():
+                if not name.endswith("_states.pt") and name != manifest.NAME and not target.exists():
                     target.parent.mkdir(parents=True, exist_ok=True)
                     os.link(Path(directory) / name, target, follow_symlinks=False)
 

@@ -22,6 +22,7 @@ from ..archive.records import is_torch_zip
 from ..archive.scan import scan
 from ..config import Config
 from ..errors import ArchiveError, DirectoryError, DsNvcompError
+from . import manifest
 from .exchange import exchange
 from .verify import STATES_SUFFIX, TORCH_SUFFIXES
 
@@ -119,6 +120,9 @@ class _Conversion:
                 new.mkdir()
             for path, entry in before.items():
                 self._stage(path, entry, new / path, path in jobs)
+            for path in regular:
+                if Path(path).name == manifest.NAME:
+                    manifest.renew((new / path).parent, fsync=self.fsync)
             for path in sorted(before, reverse=True):  # directories after what is in them, which touches their times
                 _copy_attributes(self.src / path, new / path)
             if self.fsync:

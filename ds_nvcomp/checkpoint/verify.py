@@ -20,6 +20,7 @@ from ..archive.records import SLICE, Record, Records
 from ..archive.scan import Encoding, FileScan, Items, Stored, scan_records
 from ..encoding.format import aligned
 from ..errors import ArchiveError, ChecksumError, CodecUnavailableError, DirectoryError, DsNvcompError, TruncatedError
+from . import manifest
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 STATES_SUFFIX = "_states.pt"
@@ -103,12 +104,21 @@ def verify_tree(path, *, decode: bool = False, tally: Tally | None = None,
             if scanned is not None:
                 scans[name] = scanned
         problems += _missing(directory, names, scans)
+        problems += _unlike_manifest(directory)
         if "latest" in names:
             found = True
             problems += _check_latest(directory)
     if not found:
         raise DirectoryError("No checkpoint is here: neither a torch file (*.pt, *.pth, *.bin) nor a `latest`.", path=str(root))
     return problems
+
+
+def _unlike_manifest(directory: Path) -> list[Problem]:
+    try:
+        return [Problem.of(DirectoryError(f"{message[0].upper()}{message[1:]}. Restore it from a copy.", path=path), path)
+                for path, message in manifest.problems(directory)]
+    except DirectoryError as err:
+        return [Problem.of(err, directory / manifest.NAME)]
 
 
 def sizes(path) -> int:

@@ -32,7 +32,7 @@ def encode(sources: list[Source], config, progress=lambda raw_bytes: None) -> li
         raw = source.data.numpy()
         tile = per_chunk * source.transform.width * TILE_CHUNKS
         running.append((source, per_chunk, [
-            threads.submit(_encode_tile, source, raw[at:at + tile], per_chunk, coder, config.verify == "encode")
+            threads.submit(_encode_tile, source, raw[at:at + tile], per_chunk, coder, config.verifies)
             for at in range(0, len(raw), tile)]))
     payloads = []
     for source, per_chunk, tiles in running:

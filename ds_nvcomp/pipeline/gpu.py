@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,11 +18,13 @@ from ..encoding import codecs, format, kernels
 from ..encoding.codecs import nvcomp
 from ..encoding.format import ALIGN, CODED, RAW, UNSIGNED, ZERO, aligned
 from ..encoding.transforms import SPLIT8, WHOLE
-from ..errors import ChecksumError, DecodeError
+from ..errors import ChecksumError, DecodeError, EncodeError
+from ..log import logger
 from . import cpu
 from .payload import Payload, Source, chunk_elements
 
 SLOTS = 2
+LEAST_MEMORY = 32 << 20
 MAX_TILE = 256 << 20   # raw bytes; larger ones gain nothing (measured), and the last one leaves the coder idle for longer
 MAX_CHUNKS = 65535     # of a tile: CUDA's limit for the second grid dimension
 
@@ -40,16 +42,35 @@ class _Chunks:
 
 def encode(sources: list[Source], config, progress=lambda raw_bytes: None) -> list[Payload]:
     """Encode sources on their GPU (host sources on the current one); payloads come back in order, in host memory."""
-    codec = codecs.BY_NAME[config.codec]
     groups = defaultdict(list)
     for i, source in enumerate(sources):
         device = source.data.device if source.data.is_cuda else torch.device("cuda", torch.cuda.current_device())
         groups[device, source.transform, source.data.is_cuda].append(i)
     payloads: dict[int, Payload] = {}
     for (device, transform, _), members in groups.items():
-        encoder = _Encoder(device, transform, codec, config, [sources[i] for i in members])
-        payloads.update(zip(members, encoder.run(progress)))
+        payloads.update(zip(members, _encode_within_memory(device, transform, config, [sources[i] for i in members], progress)))
     return [payloads[i] for i in range(len(sources))]
+
+
+def _encode_within_memory(device, transform, config, sources, progress):
+    """Encode, with smaller tiles while the GPU has no room for larger ones, and at last on the CPU."""
+    codec = codecs.BY_NAME[config.codec]
+    while True:
+        try:
+            return _Encoder(device, transform, codec, config, sources).run(progress)
+        except torch.OutOfMemoryError as err:
+            # The failed attempt's work memory is gone with its frame; cached blocks of other sizes may be in the way.
+            torch.cuda.empty_cache()
+            smaller = config.gpu_memory // 4
+            if smaller >= LEAST_MEMORY:
+                logger.warning(f"no {config.gpu_memory >> 20} MiB of GPU memory for the encoder; trying with {smaller >> 20} MiB.")
+                config = replace(config, gpu_memory=smaller)
+            elif codec.cpu is not None or codec is codecs.NONE:
+                logger.warning("no GPU memory for the encoder; encoding on the CPU.")
+                return cpu.encode([replace(source, data=source.data.cpu()) for source in sources], config, progress)
+            else:
+                raise EncodeError(f"The GPU has no {config.gpu_memory >> 20} MiB left for the encoder, and {codec.name} has no CPU "
+                                  "implementation. Leave the encoder more memory, or use codec deflate.", tensor=sources[0].name) from err
 
 
 _local = threading.local()
@@ -153,7 +174,7 @@ class _Encoder:
         raw = self.per_chunk * self.transform.width
         out = sum(int(aligned(plane.raw_bytes(self.per_chunk))) for plane in self.transform.planes)
         staging = 0 if self.sources[0].data.is_cuda else raw + ALIGN
-        per_chunk = plane_stride * (2 if self.config.verify == "encode" else 1) + coded_stride + out + staging
+        per_chunk = plane_stride * (2 if self.config.verifies else 1) + coded_stride + out + staging
         tile_chunks = max(1, min(self.config.gpu_memory // SLOTS // per_chunk, MAX_TILE // raw, MAX_CHUNKS, count))
         return tile_chunks, [_Slot(stream, c, tile_chunks, plane_stride, coded_stride, tile_chunks * out, tile_chunks * staging)
                              for stream, c in zip(_streams(self.device), coder)]
@@ -214,7 +235,7 @@ class _Encoder:
                 self._complain(err)
             else:
                 better = (table.mode[0] == RAW) & (coded > 0) & (coded < work["sizes"])
-                if self.config.verify == "encode" and better.any():
+                if self.config.verifies and better.any():
                     better &= self._verified(slot, work["sizes"], coded, better)
                 table.mode[0][better] = CODED
                 table.size[0][better] = coded[better]
