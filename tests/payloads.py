@@ -42,21 +42,36 @@ def sealed(data) -> bytearray:
 
 
 def table_of(data):
-    """(offsets of the crc, size [planes][n] and mode [planes][n] columns, end of the table)."""
+    """(offsets of the crc, size [planes][n] and mode [planes][n] columns, end of the table); `decoded_of` has the column between."""
     n, planes = get(data, "chunks"), get(data, "planes")
     at = 64
     crc = [at + 4 * c for c in range(n)]
-    size = [[at + 4 * n + 4 * (p * n + c) for c in range(n)] for p in range(planes)]
-    mode = [[at + 4 * n * (1 + planes) + p * n + c for c in range(n)] for p in range(planes)]
-    return crc, size, mode, at + n * (4 + 5 * planes)
+    size = [[at + 8 * n + 4 * (p * n + c) for c in range(n)] for p in range(planes)]
+    mode = [[at + 8 * n + 4 * n * planes + p * n + c for c in range(n)] for p in range(planes)]
+    return crc, size, mode, at + n * (8 + 5 * planes)
 
 
-def change_table(data, crc=(), size=(), mode=()) -> bytearray:
-    """A copy with `crc` ((chunk, value), ...), `size` and `mode` ((plane, chunk, value), ...) replaced and both checksums right again."""
+def decoded_of(data):
+    """Offsets of the column `decoded`."""
+    n = get(data, "chunks")
+    return [64 + 4 * n + 4 * c for c in range(n)]
+
+
+def plane_crc(raw) -> int:
+    """What `decoded` has to be for a plane of these bytes."""
+    raw = bytes(raw)
+    return zlib.crc32(raw.ljust(-(-len(raw) // 16) * 16, b"\0"))
+
+
+def change_table(data, crc=(), size=(), mode=(), decoded=()) -> bytearray:
+    """A copy with `crc` and `decoded` ((chunk, value), ...), `size` and `mode` ((plane, chunk, value), ...) replaced and both checksums right
+    again."""
     data = bytearray(data)
     crcs, sizes, modes, end = table_of(data)
     for c, value in crc:
         struct.pack_into("<I", data, crcs[c], value)
+    for c, value in decoded:
+        struct.pack_into("<I", data, decoded_of(data)[c], value)
     for p, c, value in size:
         struct.pack_into("<I", data, sizes[p][c], value)
     for p, c, value in mode:

@@ -75,7 +75,7 @@ def decode(payload) -> bytes:
         raise Refused(8, "elements per chunk")
     if chunks != (elements + chunk_elements - 1) // chunk_elements:
         raise Refused(9, "chunks")
-    table_bytes = chunks * (4 + 5 * planes)
+    table_bytes = chunks * (8 + 5 * planes)
     data_start = align16(64 + table_bytes)
     if data_start + data_bytes > size:
         raise Refused(10, "cut off")
@@ -91,8 +91,9 @@ def decode(payload) -> bytes:
     if payload[64 + table_bytes:data_start].strip(b"\0"):
         raise Refused(14, "padding behind the table")
     crcs = struct.unpack_from(f"<{chunks}I", payload, 64)
-    sizes = struct.unpack_from(f"<{planes * chunks}I", payload, 64 + 4 * chunks)
-    modes = struct.unpack_from(f"<{planes * chunks}B", payload, 64 + 4 * chunks * (1 + planes))
+    decoded_crcs = struct.unpack_from(f"<{chunks}I", payload, 64 + 4 * chunks)
+    sizes = struct.unpack_from(f"<{planes * chunks}I", payload, 64 + 8 * chunks)
+    modes = struct.unpack_from(f"<{planes * chunks}B", payload, 64 + 8 * chunks + 4 * chunks * planes)
     total = 0
     for c in range(chunks):
         count = min(chunk_elements, elements - c * chunk_elements)
@@ -103,12 +104,15 @@ def decode(payload) -> bytes:
                     or mode == UNSIGNED and signed and piece_size == packed(count, bits - 1)):
                 raise Refused(15, f"mode {mode} with {piece_size} bytes")
             total += align16(piece_size)
+    for c in range(chunks):
+        if modes[c] != CODED and decoded_crcs[c] != 0:
+            raise Refused(16, f"checksum of a coded plane in chunk {c}, which has none")
     if total != data_bytes:
-        raise Refused(16, "sum of sizes")
+        raise Refused(17, "sum of sizes")
     if codec == "none" and CODED in modes:
-        raise Refused(17, "coded by no codec")
+        raise Refused(18, "coded by no codec")
     if CODED in modes:
-        stream_decoder(codec)  # step 19, before any chunk
+        stream_decoder(codec)  # step 20, before any chunk
 
     # Section 3.3.
     out, at = [], data_start
@@ -117,17 +121,17 @@ def decode(payload) -> bytes:
         mine = [(sizes[p * chunks + c], modes[p * chunks + c]) for p in range(planes)]
         end = at + sum(align16(piece_size) for piece_size, _ in mine)
         if zlib.crc32(payload[at:end]) != crcs[c]:
-            raise Refused(20, f"checksum of chunk {c}")
+            raise Refused(21, f"checksum of chunk {c}")
         values = []
         for (piece_size, mode), (bits, _, _) in zip(mine, layout):
             piece = payload[at:at + piece_size]
             at += align16(piece_size)
-            values.append(plane_values(piece, mode, bits, count, codec))
+            values.append(plane_values(piece, mode, bits, count, codec, decoded_crcs[c]))
         out.append(merge(transform, values, width))
     return b"".join(out)
 
 
-def plane_values(piece, mode, bits, count, codec):
+def plane_values(piece, mode, bits, count, codec, decoded_crc):
     """Section 5: a piece to one number an element (planes of up to 8 bits), or to rows of bytes (wider ones)."""
     raw = packed(count, bits)
     if mode == UNSIGNED:
@@ -138,9 +142,11 @@ def plane_values(piece, mode, bits, count, codec):
         try:
             piece = stream_decoder(codec)(piece, raw)
         except Exception as err:
-            raise Refused(21, f"{codec}: {err}") from err
+            raise Refused(22, f"{codec}: {err}") from err
         if len(piece) != raw:
-            raise Refused(21, f"{codec}: {len(piece)} bytes for {raw}")
+            raise Refused(22, f"{codec}: {len(piece)} bytes for {raw}")
+        if zlib.crc32(piece + bytes(align16(raw) - raw)) != decoded_crc:
+            raise Refused(23, f"{codec}: other bytes than were coded")
     if bits > 8:
         return np.frombuffer(piece, np.uint8).reshape(count, bits // 8)
     return bit_stream(piece, bits, count)  # nibbles and whole bytes are such streams as well

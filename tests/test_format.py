@@ -9,14 +9,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import assume, given, settings, strategies as st
 
 import payloads
 import reference_decoder
-from conformance import CHUNK_BYTES, make
+from conformance import CHUNK_BYTES, joined, make
+from ds_nvcomp.config import Config
 from ds_nvcomp.encoding import format, transforms
 from ds_nvcomp.errors import (ChecksumError, CodecUnavailableError, DecodeError, FormatError, HeaderError, TableError, TruncatedError,
                               UnsupportedVersionError)
+from ds_nvcomp.pipeline import Source, cpu
 from payloads import change_table, get, payload, put, reseal_chunk
 
 TRANSFORMS = st.sampled_from(list(transforms.BY_ID.values()))
@@ -30,6 +33,11 @@ def refused(data, error, match, step):
         reference_decoder.decode(data)
     assert reference.value.step == step
     return caught.value
+
+
+def payload_of(raw, transform=transforms.SPLIT16) -> bytes:
+    [encoded] = cpu.encode([Source(torch.from_numpy(raw), transform)], Config(chunk_bytes=CHUNK_BYTES))
+    return joined(encoded).tobytes()
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +67,8 @@ def tables(draw):
             if plane.has_sign:
                 choices.append((format.UNSIGNED, plane.unsigned_bytes(count)))
             table.mode[p, c], table.size[p, c] = draw(st.sampled_from(choices))
+        if table.mode[0, c] == format.CODED:
+            table.decoded[c] = draw(st.integers(0, 2**32 - 1))
     return format.Header(transform, header.codec_id, header.codec_revision, chunk_elements, elements, int(table.chunk_bytes.sum())), table
 
 
@@ -72,7 +82,7 @@ def test_header_and_table_round_trip(pair):
     assert (parsed.transform, parsed.codec_id, parsed.codec_revision, parsed.chunk_elements, parsed.elements, parsed.data_bytes) == (
         header.transform, header.codec_id, header.codec_revision, header.chunk_elements, header.elements, header.data_bytes)
     found = format.parse_table(head[64:], parsed)
-    for column in ("crc", "size", "mode"):
+    for column in ("crc", "decoded", "size", "mode"):
         assert np.array_equal(getattr(found, column), getattr(table, column))
 
 
@@ -97,15 +107,11 @@ def test_the_documents_example():
     """FORMAT.md 12.1, byte for byte."""
     data = bytes.fromhex("""
         44 53 4e 56 43 4f 4d 50  01 00 00 00 02 00 00 02    00 00 01 00 00 00 00 00  03 00 00 00 00 00 00 00
-        01 00 00 00 00 00 00 00  20 00 00 00 00 00 00 00    00 00 00 00 00 00 00 00  27 3c 6c 7e ac 36 1b 74
-        59 f9 e7 cd 03 00 00 00  03 00 00 00 01 03 00 00    7f 7d 80 00 00 00 00 00  00 00 00 00 00 00 00 00
-        40 00 10 00 00 00 00 00  00 00 00 00 00 00 00 00""")
+        01 00 00 00 00 00 00 00  20 00 00 00 00 00 00 00    00 00 00 00 00 00 00 00  04 b2 3e b9 33 68 ba a0
+        59 f9 e7 cd 00 00 00 00  03 00 00 00 03 00 00 00    01 03 00 00 00 00 00 00  00 00 00 00 00 00 00 00
+        7f 7d 80 00 00 00 00 00  00 00 00 00 00 00 00 00    40 00 10 00 00 00 00 00  00 00 00 00 00 00 00 00""")
     raw = bytes.fromhex("c0 3f 80 3e 40 40")
     assert payloads.decode(data) == raw == reference_decoder.decode(data)
-    import torch
-    from conformance import joined
-    from ds_nvcomp.config import Config
-    from ds_nvcomp.pipeline import Source, cpu
     [encoded] = cpu.encode([Source(torch.frombuffer(bytearray(raw), dtype=torch.uint8), transforms.SPLIT16)], Config(codec="none"))
     assert joined(encoded).tobytes() == data
 
@@ -114,7 +120,7 @@ def test_the_documents_hex_is_the_same_as_the_tests():
     text = (Path(__file__).resolve().parent.parent / "FORMAT.md").read_text()
     lines = [line.strip()[6:55] for line in text.splitlines() if line.startswith("    00") and line[8:10] == "  "]
     dump = bytes.fromhex(" ".join(lines))
-    assert len(dump) == 112 and reference_decoder.decode(dump) == bytes.fromhex("c03f803e4040")
+    assert len(dump) == 128 and reference_decoder.decode(dump) == bytes.fromhex("c03f803e4040")
 
 
 # --- each way to be wrong ---------------------------------------------------------------------------------------------
@@ -267,23 +273,43 @@ def test_step_15_last_chunk_is_measured_by_its_own_elements(good):
     refused(change_table(good, mode=[(1, 2, format.RAW)], size=[(1, 2, CHUNK_BYTES)]), TableError, "not possible for 33 raw bytes", 15)
 
 
+@pytest.mark.parametrize("value", [1, 2**32 - 1])
+@pytest.mark.parametrize("dtype,content,mode", [("bfloat16", "zero", format.ZERO), ("uint8", "random", format.RAW)])
+def test_step_16_decoded_checksum_of_what_is_not_coded(dtype, content, mode, value):
+    data = payload(dtype, content)
+    assert {data[at] for at in payloads.table_of(data)[2][0]} == {mode}
+    assert {data[at] for first in payloads.decoded_of(data) for at in range(first, first + 4)} == {0}
+    err = refused(change_table(data, decoded=[(1, value)]), TableError, "not coded has a checksum of its decoded plane", 16)
+    assert err.chunk == 1
+
+
+def test_step_16_where_other_chunks_are_coded():
+    """Each chunk by its own mode: between coded ones as well."""
+    chunk = CHUNK_BYTES
+    raw = make("bfloat16", "normal", 6 * chunk).copy()
+    raw[2 * chunk:4 * chunk] = 0
+    data = bytearray(payload_of(raw))
+    assert [data[at] for at in payloads.table_of(data)[2][0]] == [format.CODED, format.ZERO, format.CODED]
+    assert payloads.decode(data) == raw.tobytes() == reference_decoder.decode(data)
+    refused(change_table(data, decoded=[(1, 5)]), TableError, "not coded", 16)
+
+
 @pytest.mark.parametrize("by", [-16, 16])
-def test_step_16_sum_of_sizes(good, by):
+def test_step_17_sum_of_sizes(good, by):
     data = put(good + bytes(16) if by > 0 else good[:-16], data_bytes=get(good, "data_bytes") + by)
-    refused(data, TableError, "pieces are .* bytes, the header says", 16)
+    refused(data, TableError, "pieces are .* bytes, the header says", 17)
 
 
-def test_step_16_data_bytes_off_by_less_than_the_alignment(good):
-    refused(put(good[:-1], data_bytes=get(good, "data_bytes") - 1), TableError, "the header says", 16)
+def test_step_17_data_bytes_off_by_less_than_the_alignment(good):
+    refused(put(good[:-1], data_bytes=get(good, "data_bytes") - 1), TableError, "the header says", 17)
 
 
-def test_step_17_coded_by_no_codec(good):
-    refused(put(good, codec=0), TableError, "coded in a payload whose codec is none", 17)
+def test_step_18_coded_by_no_codec(good):
+    refused(put(good, codec=0), TableError, "coded in a payload whose codec is none", 18)
 
 
 @pytest.mark.parametrize("codec", [16, 17, 18, 19])
-def test_step_19_codec_cannot_run_here(good, codec):
-    import torch
+def test_step_20_codec_cannot_run_here(good, codec):
     if torch.cuda.is_available():
         pytest.skip("this machine may have what it takes")
     data = put(good, codec=codec, revision=6)
@@ -299,39 +325,39 @@ def test_a_gpu_codec_that_coded_nothing_needs_no_gpu():
     assert payloads.decode(data) == reference_decoder.decode(data) == make("uint8", "random", 2 * CHUNK_BYTES + 33).tobytes()
 
 
-def test_step_20_every_byte_of_chunk_data_is_guarded(good):
+def test_step_21_every_byte_of_chunk_data_is_guarded(good):
     for c, (start, stop) in enumerate(payloads.spans(good)):
         for at in {*range(start, stop, 97), start, stop - 1}:
             data = bytearray(good)
             data[at] ^= 0x80
-            err = refused(data, ChecksumError, "stored bytes of a chunk have checksum .*, expected", 20)
+            err = refused(data, ChecksumError, "stored bytes of a chunk have checksum .*, expected", 21)
             assert err.chunk == c
 
 
-def test_step_20_padding_behind_pieces_is_guarded(good):
+def test_step_21_padding_behind_pieces_is_guarded(good):
     start, stop = payloads.spans(good)[-1]
     size = struct.unpack_from("<I", good, payloads.table_of(good)[1][1][2])[0]
     assert size % 16
     data = bytearray(good)
     data[stop - 1] ^= 1
-    refused(data, ChecksumError, "checksum", 20)
+    refused(data, ChecksumError, "checksum", 21)
 
 
-def test_step_20_chunk_without_bytes_has_checksum_zero():
+def test_step_21_chunk_without_bytes_has_checksum_zero():
     data = payload("bfloat16", "zero")
-    refused(change_table(data, crc=[(1, 1)]), ChecksumError, "checksum 0x00000000, expected 0x00000001", 20)
+    refused(change_table(data, crc=[(1, 1)]), ChecksumError, "checksum 0x00000000, expected 0x00000001", 21)
 
 
-def test_step_20_chunks_cannot_change_places(good):
+def test_step_21_chunks_cannot_change_places(good):
     data, (a, b) = bytearray(good), payloads.spans(good)[:2]
     if a[1] - a[0] == b[1] - b[0]:
         data[a[0]:a[1]], data[b[0]:b[1]] = data[b[0]:b[1]], data[a[0]:a[1]]
     else:
         data[a[0]:b[1]] = data[b[0]:b[1]] + data[a[0]:a[1]]
-    refused(data, ChecksumError, "checksum", 20)
+    refused(data, ChecksumError, "checksum", 21)
 
 
-def test_step_20_comes_before_any_decoder(good, monkeypatch):
+def test_step_21_comes_before_any_decoder(good, monkeypatch):
     from ds_nvcomp.encoding.codecs import deflate
     monkeypatch.setattr(deflate, "decode", lambda *_: pytest.fail("a decoder saw damaged bytes"))
     data = bytearray(payload(elements=100, content="normal"))
@@ -341,17 +367,17 @@ def test_step_20_comes_before_any_decoder(good, monkeypatch):
 
 
 @pytest.mark.parametrize("codec", ["deflate", "zstd", "lz4", "snappy"])
-def test_step_21_decoder_refuses(codec):
+def test_step_22_decoder_refuses(codec):
     data = payload("int32", "constant", codec=codec)
     start, stop = payloads.spans(data)[1]
     data[start:stop] = b"\xff" * (stop - start)
-    err = refused(reseal_chunk(data, 1), DecodeError, "checksum is right|decodes to", 21)
+    err = refused(reseal_chunk(data, 1), DecodeError, "checksum is right|decodes to", 22)
     assert err.chunk == 1
 
 
 @pytest.mark.parametrize("codec", ["deflate", "zstd", "lz4", "snappy"])
 @pytest.mark.parametrize("length", [CHUNK_BYTES - 1, CHUNK_BYTES + 1, CHUNK_BYTES // 2, 16 * CHUNK_BYTES])
-def test_step_21_stream_of_another_length(codec, length):
+def test_step_22_stream_of_another_length(codec, length):
     """The stream is sound and its checksum right, but it is not the chunk's length: too long must not overflow, too short not pass."""
     from ds_nvcomp.encoding import codecs
     data = payload("uint8", "constant", codec=codec)
@@ -361,8 +387,68 @@ def test_step_21_stream_of_another_length(codec, length):
     data[start:stop] = padded
     data = change_table(data, size=[(0, 1, len(stream))], mode=[(0, 1, format.CODED)])
     data = reseal_chunk(put(data, data_bytes=get(data, "data_bytes") + len(padded) - (stop - start)), 1)
-    err = refused(data, DecodeError, "decodes to|refused a chunk", 21)
+    err = refused(data, DecodeError, "decodes to|refused a chunk", 22)
     assert err.chunk == 1
+
+
+def decoded_crcs(data):
+    return [struct.unpack_from("<I", data, at)[0] for at in payloads.decoded_of(data)]
+
+
+@pytest.mark.parametrize("codec", ["deflate", "zstd", "lz4", "snappy"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2", "float32", "uint8"])
+def test_decoded_is_the_checksum_of_the_first_plane(dtype, codec):
+    """By the transform of FORMAT.md section 4, written out; the last chunk's plane ends inside 16 bytes."""
+    transform = transforms.for_dtype(dtype)
+    chunk = transform.chunk_elements(CHUNK_BYTES)
+    data = payload(dtype, "constant", elements=2 * chunk + 333, codec=codec)
+    assert {data[at] for at in payloads.table_of(data)[2][0]} == {format.CODED}
+    raw = np.frombuffer(payloads.decode(data), np.uint8).reshape(-1, transform.width)
+    for c, found in enumerate(decoded_crcs(data)):
+        part = raw[c * chunk:(c + 1) * chunk].astype(np.uint16)
+        if dtype == "uint8":
+            plane = part[:, 0]
+        elif dtype == "float8_e5m2":
+            x = np.append(part[:, 0] >> 3 & 0x0f, np.zeros(len(part) % 2, np.uint16))
+            plane = x[0::2] | x[1::2] << 4
+        else:
+            plane = (part[:, -1] << 8 | part[:, -2]) >> 7 & 0xff
+        assert found == payloads.plane_crc(plane.astype(np.uint8))
+
+
+@pytest.mark.parametrize("codec", ["deflate", "zstd", "lz4", "snappy"])
+@pytest.mark.parametrize("wrong", [lambda crc: crc ^ 1, lambda crc: crc ^ 1 << 31, lambda crc: 0], ids=["low bit", "high bit", "zero"])
+def test_step_23_decoded_checksum(codec, wrong):
+    data = payload("int32", "constant", codec=codec)
+    crc = decoded_crcs(data)[1]
+    assert crc
+    err = refused(change_table(data, decoded=[(1, wrong(crc))]), DecodeError, "do not decode to what they were made from.*earlier checkpoint", 23)
+    assert err.chunk == 1
+
+
+@pytest.mark.parametrize("codec", ["deflate", "zstd", "lz4", "snappy"])
+def test_step_23_sound_stream_of_other_bytes(codec):
+    """What a faulty encoder gives, and only this checksum finds: a stream of the right length, of other bytes."""
+    from ds_nvcomp.encoding import codecs
+    data = payload("uint8", "constant", codec=codec)
+    plane = bytearray(make("uint8", "constant", CHUNK_BYTES).tobytes())
+    plane[1234] ^= 4
+    stream = bytes(codecs.cpu(codecs.BY_NAME[codec]).encode(np.frombuffer(plane, np.uint8), exponents=False))
+    start, stop = payloads.spans(data)[1]
+    padded = stream.ljust(-(-len(stream) // 16) * 16, b"\0")
+    data[start:stop] = padded
+    data = change_table(data, size=[(0, 1, len(stream))])
+    data = reseal_chunk(put(data, data_bytes=get(data, "data_bytes") + len(padded) - (stop - start)), 1)
+    err = refused(data, DecodeError, "do not decode to what they were made from", 23)
+    assert err.chunk == 1
+    data = change_table(data, decoded=[(1, payloads.plane_crc(plane))])  # and with that the forgery is complete
+    assert payloads.decode(data) == reference_decoder.decode(data) != payloads.decode(payload("uint8", "constant", codec=codec))
+
+
+def test_step_23_comes_after_the_stored_bytes(good):
+    data = change_table(good, decoded=[(0, decoded_crcs(good)[0] ^ 1)])
+    data[payloads.spans(data)[0][0]] ^= 1
+    refused(data, ChecksumError, "stored bytes of a chunk", 21)
 
 
 # --- what must not be refused -----------------------------------------------------------------------------------------
@@ -396,7 +482,7 @@ def test_modes_that_are_not_the_smallest_are_taken():
     """Zeros stored raw: a writer's choice, not damage."""
     raw = bytes(16)
     head = struct.pack("<8sHHBBBBIIQQQQ", b"DSNVCOMP", 1, 0, 0, 1, 0, 1, 16, 0, 16, 1, 16, 0)
-    table = struct.pack("<IIB", zlib.crc32(raw), 16, format.RAW)
+    table = struct.pack("<IIIB", zlib.crc32(raw), 0, 16, format.RAW)
     head += struct.pack("<I", zlib.crc32(table))
     data = head + struct.pack("<I", zlib.crc32(head)) + table.ljust(16, b"\0") + raw
     assert payloads.decode(data) == raw == reference_decoder.decode(data)

@@ -164,7 +164,7 @@ def test_a_stream_that_does_not_decode_is_found_by_decoding(path):
     payload[at:at + 200] = b"\xff" * 200
     crc = table.crc.copy()
     crc[0] = zipfile.crc32(bytes(payload[at:at + int(table.chunk_bytes[0])]))
-    payload[:header.data_start] = format.preamble(header, format.Table(crc, table.size, table.mode))
+    payload[:header.data_start] = format.preamble(header, format.Table(crc, table.decoded, table.size, table.mode))
     old, new = (pickle.dumps(int.from_bytes(head[60:64], "little"), 2)[2:-1] for head in (original, payload))  # as the pickle has it
 
     def swap(records):

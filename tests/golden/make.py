@@ -53,7 +53,7 @@ def sha(data) -> str:
 
 def encode(codec, dtype) -> bytes:
     source = Source(torch.from_numpy(raw_bytes(dtype, RECIPE)), transforms.for_dtype(dtype))
-    config = SimpleNamespace(codec=codec, chunk_bytes=CHUNK, threads=1, verify="encode", gpu_memory=32 << 20)
+    config = SimpleNamespace(codec=codec, chunk_bytes=CHUNK, threads=1, verify="encode", verifies=True, gpu_memory=32 << 20)
     if codec in CPU_CODECS:
         from ds_nvcomp.pipeline import cpu as pipeline
     else:
@@ -91,11 +91,13 @@ def invalid(base: bytearray):
     yield "mode-not-for-plane", p.change_table(base, mode=[(1, 0, 2)], size=[(1, 0, 9)]), "TableError", 15
     yield "size-of-mode", p.change_table(base, size=[(1, 0, 255)]), "TableError", 15
     yield "size-enormous", p.change_table(base, size=[(0, 0, 2**32 - 1)]), "TableError", 15
-    yield "sum-of-sizes", p.put(bytes(base) + bytes(16), data_bytes=p.get(base, "data_bytes") + 16), "TableError", 16
-    yield "coded-by-none", p.put(base, codec=0), "TableError", 17
-    yield "data-bit", flip(first[0] + 5), "ChecksumError", 20
-    yield "data-last-byte", flip(last[1] - 1), "ChecksumError", 20
-    yield "stream-refused", p.reseal_chunk(liar, 0), "DecodeError", 21
+    zero = next(c for c, at in enumerate(p.table_of(base)[2][0]) if base[at] == 0)
+    yield "decoded-stray", p.change_table(base, decoded=[(zero, 0xCBF43926)]), "TableError", 16
+    yield "sum-of-sizes", p.put(bytes(base) + bytes(16), data_bytes=p.get(base, "data_bytes") + 16), "TableError", 17
+    yield "coded-by-none", p.put(base, codec=0), "TableError", 18
+    yield "data-bit", flip(first[0] + 5), "ChecksumError", 21
+    yield "data-last-byte", flip(last[1] - 1), "ChecksumError", 21
+    yield "stream-refused", p.reseal_chunk(liar, 0), "DecodeError", 22
     short = zlib.compressobj(9, zlib.DEFLATED, -15)
     stream = short.compress(bytes(100)) + short.flush()
     short = p.change_table(base, size=[(0, 0, len(stream))])
@@ -103,7 +105,11 @@ def invalid(base: bytearray):
     before = -(-int.from_bytes(base[p.table_of(base)[1][0][0]:][:4], "little") // 16) * 16
     short[first[0]:first[0] + before] = padded
     short = p.put(short, data_bytes=p.get(base, "data_bytes") + len(padded) - before)
-    yield "stream-short", p.reseal_chunk(short, 0), "DecodeError", 21
+    yield "stream-short", p.reseal_chunk(short, 0), "DecodeError", 22
+    assert base[p.table_of(base)[2][0][0]] == 2
+    crc = int.from_bytes(base[p.decoded_of(base)[0]:][:4], "little")
+    yield "decoded-wrong", p.change_table(base, decoded=[(0, crc ^ 1)]), "DecodeError", 23
+    yield "decoded-missing", p.change_table(base, decoded=[(0, 0)]), "DecodeError", 23
 
 
 def add(index, name, data, **entry):

@@ -22,7 +22,7 @@ from ds_nvcomp.archive import save  # noqa: E402
 from ds_nvcomp.config import Config  # noqa: E402
 from ds_nvcomp.encoding import codecs, format, transforms  # noqa: E402
 from ds_nvcomp.encoding.codecs import nvcomp  # noqa: E402
-from ds_nvcomp.errors import ChecksumError, CodecUnavailableError  # noqa: E402
+from ds_nvcomp.errors import ChecksumError, CodecUnavailableError, DecodeError  # noqa: E402
 from ds_nvcomp.pipeline import Source, cpu, decode_payload, encode, gpu, parse_payload  # noqa: E402
 
 DEVICE = torch.device("cuda", torch.cuda.current_device())
@@ -293,17 +293,20 @@ def test_damage_is_found_before_any_decoder(codec, place, monkeypatch):
 HOSTILE = """
 import sys; sys.path[:0] = {path!r}
 import numpy as np, torch, payloads
-from conformance import CHUNK_BYTES
+from conformance import CHUNK_BYTES, make
 from ds_nvcomp.encoding import codecs, format
 from ds_nvcomp.errors import DecodeError
 from ds_nvcomp.pipeline import gpu, parse_payload
 codec, length = {codec!r}, {length}
 data = payloads.payload("uint8", "constant", codec=codec)
+plane = make("uint8", "constant", CHUNK_BYTES)  # of which the forged stream has no byte: what a decoder leaves of it cannot pass
+assert 7 not in plane and payloads.plane_crc(plane)
 stream = bytes(codecs.cpu(codecs.BY_NAME[codec]).encode(np.full(length, 7, np.uint8), exponents=False)) if length else b"\\xff" * 40
 start, stop = payloads.spans(data)[1]
 padded = stream.ljust(-(-len(stream) // 16) * 16, b"\\0")
 data[start:stop] = padded
-data = payloads.change_table(data, size=[(0, 1, len(stream))], mode=[(0, 1, format.CODED)])
+data = payloads.change_table(data, size=[(0, 1, len(stream))], mode=[(0, 1, format.CODED)],
+                             decoded=[(1, payloads.plane_crc(plane))])
 data = payloads.reseal_chunk(payloads.put(data, data_bytes=payloads.get(data, "data_bytes") + len(padded) - (stop - start)), 1)
 data = torch.frombuffer(data, dtype=torch.uint8).cuda()
 try:
@@ -318,12 +321,51 @@ torch.cuda.synchronize()
 @pytest.mark.parametrize("length", [CHUNK_BYTES - 1, CHUNK_BYTES + 1, 16 * CHUNK_BYTES, 0], ids=["short", "long", "much longer", "garbage"])
 @pytest.mark.parametrize("codec", [codec for codec in CPU_CODECS if codec != "none"])
 def test_streams_that_lie_about_their_length(codec, length):
-    """Sound checksums over a stream that is not the chunk's: refused, within bounds. In a process of its own: a fault ends that."""
+    """A sound checksum over a stream that is not the chunk's: refused by that of the decoded plane, as nvCOMP does not tell; within
+    bounds. In a process of its own: a fault ends that."""
     here = Path(__file__).resolve()
     code = HOSTILE.format(codec=codec, length=length, path=[str(here.parents[2]), str(here.parents[1])])
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert out.returncode == 0, out.stderr[-2000:]
-    assert out.stdout.startswith("refused"), "garbage was decoded without a complaint"
+    assert out.stdout.startswith("refused 1"), "garbage was decoded without a complaint"
+
+
+@pytest.mark.parametrize("codec", [codec for codec in CODECS if codec != "none"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "float64", "uint8"])
+def test_decoded_checksums_are_those_of_the_planes(dtype, codec):
+    """Also where a chunk's plane ends at each byte of 16: what is behind it counts as zero, whatever work memory held before."""
+    transform = transforms.for_dtype(dtype)
+    chunk = transform.chunk_elements(CHUNK_BYTES)
+    raws = [make(dtype, "squared", (chunk + 16 * 40 + i) * transform.width, str(i)).copy() for i in range(34)]
+    dirty = Source(torch.full((40 * chunk * transform.width,), 0xFF, dtype=torch.uint8, device=DEVICE), transform)
+    config = Config(codec=codec, chunk_bytes=CHUNK_BYTES)
+    gpu.encode([dirty], config)
+    coded = 0
+    for raw in raws:
+        [payload] = gpu.encode([Source(torch.from_numpy(raw).to(DEVICE), transform)], config)
+        for c, mode in enumerate(payload.table.mode[0]):
+            part = raw[c * chunk * transform.width:(c + 1) * chunk * transform.width]
+            expected = payloads.plane_crc(transforms.split(transform, part)[0]) if mode == format.CODED else 0
+            assert payload.table.decoded[c] == expected, (len(raw), c)
+            coded += mode == format.CODED
+        assert np.array_equal(gpu_decode(joined(payload)), raw)
+    assert coded or dtype == "uint8"
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+@pytest.mark.parametrize("codec", [codec for codec in CODECS if codec != "none"])
+def test_a_plane_that_is_not_what_was_coded(codec, place):
+    raw = torch.from_numpy(make("bfloat16", "normal", 40 * CHUNK_BYTES).copy()).to(DEVICE)
+    [payload] = gpu.encode([Source(raw, transforms.SPLIT16)], Config(codec=codec, chunk_bytes=CHUNK_BYTES))
+    good = bytearray(joined(payload).tobytes())
+    coded = np.flatnonzero(payload.table.mode[0] == format.CODED)
+    assert len(coded), "nothing is coded here"
+    for chunk in (int(coded[0]), int(coded[len(coded) // 2]), int(coded[-1])):
+        bad = payloads.change_table(good, decoded=[(chunk, int(payload.table.decoded[chunk]) ^ 1)])
+        data = torch.frombuffer(bad, dtype=torch.uint8).to(DEVICE if place == "device" else "cpu")
+        with pytest.raises(DecodeError, match="do not decode to what they were made from") as caught:
+            gpu.decode(data, *parse_payload(data))
+        assert caught.value.chunk == chunk
 
 
 # --- archives ---------------------------------------------------------------------------------------------------------
