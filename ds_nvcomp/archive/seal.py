@@ -83,24 +83,22 @@ def check_seal(version: int) -> None:
 
 
 def _check_entries(file) -> None:
-    """Refuse entries of which torch's reader makes something else than their bytes.
+    """Refuse entries that are marked as directories: torch's reader returns memory for them that nobody has written to.
 
-    For one that is marked as a directory it returns memory that nobody has written to: what an earlier load has left there may pass
-    for the record when it is checked and be another's when it is used (one flipped bit did so in 20 loads of 600, torch 2.13). One
-    whose two sizes differ is read past its end.
+    What an earlier load has left there may pass for the record when it is checked, and be another's when it is used: one flipped
+    bit did so in 20 loads of 600 (torch 2.13).
     """
     position = file.tell()
     try:
         with zipfile.ZipFile(file) as zipped:
-            wrong = [info.orig_filename for info in zipped.infolist()
-                     if info.external_attr & 1 << 4 or not info.compress_type and info.compress_size != info.file_size]
+            marked = [info.orig_filename for info in zipped.infolist() if info.external_attr & 1 << 4]
     except Exception as err:  # BadZipFile for most damage, a variety for the rest
         raise ArchiveError(f"The zip directory is damaged ({err}). Restore the file from a copy.") from err
     finally:
         file.seek(position)
-    if wrong:
-        raise ArchiveError(f"The zip directory says of {wrong[0][:200]!r} that it is a directory, or stored in another size than it "
-                           "has. The file is damaged; restore it from a copy.")
+    if marked:
+        raise ArchiveError(f"The zip directory says that {marked[0][:200]!r} is a directory; no record is. The file is damaged; restore "
+                           "it from a copy.")
 
 
 def _reader():

@@ -32,7 +32,7 @@ def whole(tmp_path):
 
 
 @pytest.mark.parametrize("weights_only", [True, False])
-@pytest.mark.parametrize("record", [b"data/0", b"data/1", b"version"])
+@pytest.mark.parametrize("record", [b"data/0", b"data/1", b"ds_nvcomp/seal"])
 def test_an_entry_marked_as_a_directory_is_refused_by_plain_torch_load(whole, record, weights_only):
     """torch reads it as memory that nobody has written to. An earlier load of the same file leaves the right bytes there: the seal's
     check then passed and the tensor got others, in 20 loads of 600.
@@ -49,13 +49,3 @@ def test_an_entry_marked_as_a_directory_is_refused_by_plain_torch_load(whole, re
         with open(damaged, "rb") as file, pytest.raises(ArchiveError, match="directory"):
             torch.load(file, weights_only=weights_only)
 
-
-@pytest.mark.parametrize("size", [0, 16, 1000])
-def test_a_payload_of_two_sizes_is_refused_before_it_is_read(whole, size):
-    """torch makes the buffer as large as the zip says and the storage as large as the pickle says: reading it goes past the end."""
-    path, _ = whole
-    data = bytearray(path.read_bytes())
-    struct.pack_into("<I", data, central_header(data, b"data/0") + 24, size)
-    path.write_bytes(data)
-    with pytest.raises(ArchiveError, match="size"):
-        torch.load(path)
