@@ -855,7 +855,7 @@ def test_zip64(sizes, monkeypatch):
     sink = Sparse()
     zipped = container.Container(sink.write_at, "root")
     starts = [zipped.add(f"data/{i}", [block] * (n // len(block)) + [memoryview(block)[:n % len(block)]]) for i, n in enumerate(sizes)]
-    assert zipped.close() == sink.size
+    assert zipped.close() == (sink.size, 0x12345678)
     with zipfile.ZipFile(sink) as file:
         assert [(entry.filename, entry.file_size, entry.CRC) for entry in file.infolist()] == [
             (f"root/data/{i}", n, 0x12345678) for i, n in enumerate(sizes)]
@@ -881,9 +881,11 @@ def test_zip64_many_entries():
     for i in range(66_000):
         zipped.add(str(i), [])
     zipped.add("version", [b"3\n"])
-    assert zipped.close() == len(sink.getvalue())
+    size, crc = zipped.close()
+    assert size == len(sink.getvalue())
     with zipfile.ZipFile(sink) as file:
         assert len(file.namelist()) == 66_001
+        assert crc == zipfile.crc32(sink.getvalue()[file.start_dir:])  # of the directory and what ends it
     assert torch._C.PyTorchFileReader(io.BytesIO(sink.getvalue())).has_record("65999")
 
 
