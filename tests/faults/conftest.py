@@ -1,0 +1,19 @@
+"""The warm server of this directory's tests, and the number of kills at the end of the run."""
+import pytest
+
+
+@pytest.fixture(scope="session")
+def server():
+    from faults.rounds import Server
+    server = Server()
+    yield server
+    server.close()
+
+
+def pytest_terminal_summary(terminalreporter):
+    reports = [report for key in ("passed", "failed") for report in terminalreporter.stats.get(key, ())]
+    properties = [dict(report.user_properties) for report in reports if getattr(report, "when", None) == "call"]
+    kills = sum(found.get("kills", 0) for found in properties)
+    if kills:
+        terminalreporter.write_line(f"tests/faults: {kills} kills (SIGKILL) of a rank in the middle of a save, "
+                                    f"at {sum(found.get('steps', 0) for found in properties)} named steps of these runs")
