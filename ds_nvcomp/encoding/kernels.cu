@@ -95,7 +95,10 @@ template <int W> __device__ void split(const u64* src, const u32* elements, u8* 
       if (W == 8) l_or |= (u32)g.e[i] | (u32)((u64)g.e[i] >> 32 & 0xffff);
     }
     u8* slot = slots + (u64)c * slot_stride;
-    if (W == 1) *(u64*)(slot + base / 2) = *(u64*)x;
+    if (W == 1) {
+      *(u64*)(slot + base / 2) = *(u64*)x;
+      if (base + GROUP >= n && base / GROUP % 2 == 0) *(u64*)(slot + base / 2 + 8) = 0;  // zero-filled to 16 bytes, as all slots
+    }
     else *(uint4*)(slot + base) = *(uint4*)x;
   }
   or_flags(x_or, h_or, l_or, flags + c, chunks);
