@@ -6,7 +6,9 @@ same bytes; and where it decodes, ours must not refuse.
 """
 import io
 import os
+import pickle
 import random
+import struct
 import sys
 import warnings
 import zlib
@@ -36,7 +38,7 @@ MOST_RAW = 4 << 20  # decoding more than this says nothing new and takes long
 MOST_COMPARED = 1 << 16  # the reference decoder is slow
 FILE = f"/dev/shm/ds_nvcomp-fuzz-{os.getpid()}.pt"
 LOAD_ERRORS = (DsNvcompError, RuntimeError, OSError, ValueError, EOFError, KeyError, IndexError, TypeError, AttributeError,
-               __import__("pickle").UnpicklingError, AssertionError, NotImplementedError, ImportError, OverflowError)
+               pickle.UnpicklingError, struct.error, AssertionError, NotImplementedError, ImportError, OverflowError)
 
 
 def one_input(data: bytes) -> None:
@@ -152,7 +154,8 @@ def _mutate_stream(rng, payload):
     size = int.from_bytes(payload[at + 4 * c:at + 4 * c + 4], "little")
     if not size:
         return payload
-    piece = atheris.Mutate(bytes(payload[start:start + size]), size + 16)
+    piece = bytes(payload[start:start + size])
+    piece = atheris.Mutate(piece, len(piece) + 16)
     old, new = -(-size // 16) * 16, piece + bytes(-len(piece) % 16)
     payload[start:start + old] = new
     payload[at + 4 * c:at + 4 * c + 4] = len(piece).to_bytes(4, "little")

@@ -171,7 +171,7 @@ class Payload(bytearray):
     def columns(self) -> dict[str, tuple[int, int, int]]:
         """Name -> (offset, bytes an item, rows)."""
         at, n, planes, found = 64, self.get("chunks"), self.get("planes"), {}
-        if n * planes > len(self):
+        if n * max(1, planes) > len(self):
             raise struct.error("a table that is not there")
         for name in COLUMNS:
             width, rows = (1 if name == "mode" else 4), (planes if name in ("size", "mode") else 1)
@@ -205,7 +205,7 @@ class Payload(bytearray):
     def seal(self, chunks: bool = False, table: bool = True, header: bool = True) -> "Payload":
         """Make checksums right for what is there; as far as the counts allow that."""
         n = self.get("chunks")
-        if chunks and n * self.get("planes") <= len(self) and self.data_start <= len(self):
+        if chunks and n * max(1, self.get("planes")) <= len(self) and self.data_start <= len(self):
             at = self.columns()["crc"][0]
             for c, (start, stop) in enumerate(self.spans()):
                 struct.pack_into("<I", self, at + 4 * c, zlib.crc32(self[start:stop]))
