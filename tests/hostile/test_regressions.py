@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import ds_nvcomp
+from ds_nvcomp.checkpoint.verify import verify_file
 from ds_nvcomp.errors import ArchiveError
 
 
@@ -49,3 +50,13 @@ def test_an_entry_marked_as_a_directory_is_refused_by_plain_torch_load(whole, re
         with open(damaged, "rb") as file, pytest.raises(ArchiveError, match="directory"):
             torch.load(file, weights_only=weights_only)
 
+
+
+@pytest.mark.parametrize("at", [4, 6, 8, 10])
+def test_verify_reports_wide_values_in_the_end_of_a_directory_without_a_wide_record(whole, at):
+    """0xffff stands for a value that a Zip64 record has. Without one torch refuses the file, and verify called it whole."""
+    path, _ = whole
+    data = bytearray(path.read_bytes())
+    struct.pack_into("<H", data, len(data) - 22 + at, 0xFFFF)
+    path.write_bytes(data)
+    assert verify_file(path)
