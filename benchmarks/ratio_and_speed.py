@@ -85,11 +85,12 @@ def timed(action, repeats=5) -> float:
     return statistics.median(times[1:])
 
 
-def speed(weights, codec, gpu_memory) -> tuple[float, float]:
-    """GB/s of fp32 input, encode (split, code, pack, checksum) and decode, on 8 GiB of it, no host copy."""
+def speed(weights, codec, gpu_memory, verify) -> tuple[float, float]:
+    """GB/s of fp32 input, encode (split, code, pack, checksum; with `verify` also decode and compare) and decode, on 8 GiB of it, no
+    host copy."""
     copies = -(-(8 << 30) // (weights.numel() * 4))
     data = weights.repeat(copies)[: 2 << 30].view(torch.uint8)
-    source, config = Source(data, transforms.SPLIT32), Config(codec=codec, gpu_memory=gpu_memory)
+    source, config = Source(data, transforms.SPLIT32), Config(codec=codec, gpu_memory=gpu_memory, verify=verify)
     wanted = codecs.BY_NAME[codec]
     encoder = gpu._Encoder(torch.device(DEVICE), source.transform, wanted, config, [source], deliver=lambda packed: packed)
     encoder._assemble = lambda *parts: None
@@ -145,9 +146,10 @@ def main() -> None:
     weights = torch.cat(tensors["fp32 master weights"])
     del tensors
     result["speeds"] = {}
-    for codec, memory in (("ans", 512 << 20), ("deflate", 512 << 20), ("ans", 2 << 30), ("deflate", 2 << 30), ("none", 512 << 20)):
-        encode_rate, decode_rate = speed(weights, codec, memory)
-        result["speeds"][f"{codec}, {memory >> 20} MiB"] = {"encode_GBps": encode_rate, "decode_GBps": decode_rate}
+    for codec, memory, verify in (("ans", 512, "none"), ("ans", 2048, "none"), ("ans", 2048, "encode"), ("deflate", 512, "none"),
+                                  ("deflate", 2048, "none"), ("deflate", 2048, "encode"), ("none", 512, "none")):
+        encode_rate, decode_rate = speed(weights, codec, memory << 20, verify)
+        result["speeds"][f"{codec}, {memory} MiB" + (", verify" if verify == "encode" else "")] = {"encode_GBps": encode_rate, "decode_GBps": decode_rate}
         torch.cuda.empty_cache()
     report(result)
     out = Path(args.out)
@@ -168,9 +170,9 @@ def report(result) -> None:
     print(f"\n{'stored / raw':22}" + "".join(f"{column:>26}" for column in columns))
     for kind, row in result["ratios"].items():
         print(f"{kind:22}" + "".join(f"{row[column]:26.4f}" for column in columns))
-    print(f"\n{'8 GiB fp32, on device':22}{'encode GB/s':>14}{'decode GB/s':>14}")
+    print(f"\n{'8 GiB fp32, on device':26}{'encode GB/s':>14}{'decode GB/s':>14}")
     for codec, row in result["speeds"].items():
-        print(f"{codec:22}{row['encode_GBps']:14.1f}{row['decode_GBps']:14.1f}")
+        print(f"{codec:26}{row['encode_GBps']:14.1f}{row['decode_GBps']:14.1f}")
 
 
 if __name__ == "__main__":

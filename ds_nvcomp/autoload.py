@@ -66,7 +66,7 @@ def _refuse_when_asked(module, reason: Exception) -> None:
     @functools.wraps(original)
     def _configure_checkpointing(self, *args, **kwargs):
         block = (getattr(self._config, "_param_dict", None) or {}).get("nvcomp_checkpoint")
-        if block and block.get("enabled", True):
+        if block is not None and not (isinstance(block, dict) and block.get("enabled", True) is False):
             raise RuntimeError("The DeepSpeed configuration has an 'nvcomp_checkpoint' block, but ds_nvcomp could not be loaded "
                                f"({type(reason).__name__}: {reason}). Mend the installation, or remove the block.") from reason
         return original(self, *args, **kwargs)
