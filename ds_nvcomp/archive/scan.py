@@ -153,7 +153,7 @@ def scan_records(records: Records) -> FileScan:
         walk.globals.add(_SEALED)
         root = root.args[1]
     walk.run(root)
-    if is_sealed:
+    if is_sealed or seal.RECORD in records.records:  # a damaged pickle may still call for the check, and not be what has a seal
         _check_seal(records)
     return FileScan(records.path, records.bytes, walk.rows, sorted(walk.globals), root)
 
@@ -166,6 +166,10 @@ def _check_seal(records: Records) -> None:
     """What torch.load would verify of a sealed file, by the zip's own checksums."""
     record = records.records.get(seal.RECORD)
     try:
+        for other in records.records.values():
+            if other.start is None:
+                raise ArchiveError(f"Record {other.name[:200]!r} is deflated, which none of a sealed file is. The file was repacked; unpack "
+                                   "it and zip it with `zip -0`, or restore it from a copy.")
         if record is None:
             raise ArchiveError(f"The file's record {seal.RECORD!r} is missing. The file is damaged, or was repacked.")
         for name, check in seal.read_seal(b"".join(records.slices(record))).items():

@@ -13,6 +13,7 @@ import os
 import secrets
 import shutil
 import stat
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Callable
@@ -323,5 +324,6 @@ def _same_bytes(a: Path, b: Path) -> bool:
 
 def _remove(staging: Path) -> None:
     for directory, _, _ in os.walk(staging):  # a read-only directory of the source was copied as one
-        os.chmod(directory, 0o700)
+        with suppress(OSError):  # by now the conversion is done, or has failed for a reason of its own
+            os.chmod(directory, 0o700)
     shutil.rmtree(staging, ignore_errors=True)
