@@ -1,8 +1,8 @@
 """Coverage-guided fuzzing of everything that reads a stranger's bytes: payloads and whole files. See README.md.
 
-An input that starts as a zip is scanned, verified and loaded; any other is a payload, that is parsed and decoded. What may come out: one
-of our errors, or bytes. Where a payload decodes, the reference decoder of the tests, which shares no code with ours, has to give the
-same bytes; and where it decodes, ours must not refuse.
+An input that starts as a zip is scanned, verified and loaded; any other is a payload, that is parsed and decoded. What may come
+out: one of our errors, or bytes. Where a payload decodes, the reference decoder of the tests, which shares no code with ours,
+has to give the same bytes; and where it decodes, ours must not refuse.
 """
 import io
 import os
@@ -246,7 +246,8 @@ def seeds(folder: Path) -> None:
     for codec in CPU_CODECS:
         for dtype in ("float32", "bfloat16", "float8_e4m3fn", "int8", "float64"):
             transform = transforms.for_dtype(dtype)
-            raw = np.concatenate([make(dtype, content, 48 * transform.width, "fuzz") for content in ("normal", "squared", "zero", "constant")])
+            raw = np.concatenate([make(dtype, content, 48 * transform.width, "fuzz")
+                                  for content in ("normal", "squared", "zero", "constant")])
             config = Config(codec=codec)
             object.__setattr__(config, "chunk_bytes", 32)  # below what the configuration allows, not below what the format does
             [payload] = cpu.encode([Source(torch.from_numpy(raw), transform)], config)

@@ -1,7 +1,9 @@
-"""Saves, overwrites, crashes and conversions of one checkpoint directory in random order: what `latest` names always loads as committed.
+"""Saves, overwrites, crashes and conversions of one checkpoint directory in random order: what `latest` names always loads as
+committed.
 
-A crash is an exception at the n-th call that changes the disk, after which every such call fails: no cleanup of a killed process runs.
-A failure is one OSError, and the process lives on. Hypothesis looks for the shortest sequence that breaks a promise.
+A crash is an exception at the n-th call that changes the disk, after which every such call fails: no cleanup of a killed
+process runs. A failure is one OSError, and the process lives on. Hypothesis looks for the shortest sequence that breaks a
+promise.
 """
 import errno
 import os
@@ -34,7 +36,8 @@ from readers import fingerprint  # noqa: E402
 
 CONFIG = Config(device="cpu", min_bytes=512, threads=1)
 NAMES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
-CALLS = ("open", "pwritev", "fsync", "rename", "replace", "mkdir", "unlink", "remove", "rmdir", "link", "symlink", "chmod", "utime", "sendfile")
+CALLS = ("open", "pwritev", "fsync", "rename", "replace", "mkdir", "unlink", "remove", "rmdir", "link", "symlink", "chmod",
+         "utime", "sendfile")
 
 
 class Killed(BaseException):
@@ -44,7 +47,8 @@ class Killed(BaseException):
 def content(version: int, name: str):
     generator = torch.Generator().manual_seed(2 * version + (name == NAMES[0]))
     weight = torch.randn(1500, generator=generator)
-    return {"version": version, "name": name, "weight": weight, "row": weight[10:20], "half": (weight * 0.01).bfloat16(), "step": torch.tensor(version)}
+    return {"version": version, "name": name, "weight": weight, "row": weight[10:20], "half": (weight * 0.01).bfloat16(),
+            "step": torch.tensor(version)}
 
 
 @lru_cache(maxsize=None)
@@ -65,7 +69,9 @@ def version_of(directory: Path):
 
 @contextmanager
 def breaking(step: int | None, kind: str):
-    """The `step`-th call that changes the disk is the last one (`kill`), or fails (`fail`). A write that is cut off is half done."""
+    """The `step`-th call that changes the disk is the last one (`kill`), or fails (`fail`). A write that is cut off is half
+    done.
+    """
     count, dead = 0, False
 
     def tick(half=lambda: None):

@@ -1,4 +1,6 @@
-"""600 corrupted payloads through the GPU decoder: each is refused with our error or decodes bit-identically, none faults the device."""
+"""600 corrupted payloads through the GPU decoder: each is refused with our error or decodes bit-identically, none faults the
+device.
+"""
 import json
 import os
 import subprocess
@@ -17,7 +19,8 @@ MEMORY = 256 << 20  # bytes that a process may hold or have taken on the device;
 
 def batch(first, stop, results):
     return subprocess.run(
-        [sys.executable, str(TESTS / "hostile" / "gpu_corruptions.py"), str(first), str(stop), str(results)], capture_output=True, text=True,
+        [sys.executable, str(TESTS / "hostile" / "gpu_corruptions.py"), str(first), str(stop), str(results)],
+        capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [TESTS.parent, TESTS, TESTS / "hostile"]))}, timeout=300)
 
 
@@ -43,7 +46,8 @@ def test_corrupted_payloads(tmp_path, capsys):
             stop = began + 1
         first = stop
     with capsys.disabled():
-        print(f"\n{sum(outcomes.values())} corrupted payloads on the GPU; torch's peak {peak >> 20} MiB, taken {taken >> 20} MiB")
+        print(f"\n{sum(outcomes.values())} corrupted payloads on the GPU; torch's peak {peak >> 20} MiB, "
+              f"taken {taken >> 20} MiB")
         for key, count in sorted(outcomes.items()):
             print(f"  {count:4} {', '.join(key)}")
     assert not wrong, wrong[:10]

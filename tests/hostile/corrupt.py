@@ -1,12 +1,13 @@
 """Seeded corruptions of a whole file's bytes, and the little zip, seal and payload knowledge that making them takes.
 
-Written from FORMAT.md and APPNOTE.TXT with structs of its own, so that what the implementation gets wrong is not got wrong here too.
-Only the order of the chunk table's columns is taken from it.
+Written from FORMAT.md and APPNOTE.TXT with structs of its own, so that what the implementation gets wrong is not got wrong here
+too. Only the order of the chunk table's columns is taken from it.
 
-A corruption is *accidental* if the seal or the pickle's `meta.crc` still contradicts it: whatever a disk, a network, a copying tool or
-somebody without the intent to deceive our checksums does, also where zip's CRCs and a payload's own checksums were computed anew. Such a
-file must be refused or load bit-identically. It is *forged* if everything that speaks for the file was made right again, or if
-the pickle does not ask for the seal any more: that is an attacker's own file, which may load what it likes.
+A corruption is *accidental* if the seal or the pickle's `meta.crc` still contradicts it: whatever a disk, a network, a copying
+tool or somebody without the intent to deceive our checksums does, also where zip's CRCs and a payload's own checksums were
+computed anew. Such a file must be refused or load bit-identically. It is *forged* if everything that speaks for the file was
+made right again, or if the pickle does not ask for the seal any more: that is an attacker's own file, which may load what it
+likes.
 """
 from __future__ import annotations
 
@@ -23,14 +24,16 @@ from ds_nvcomp.encoding.format import COLUMNS
 
 LOCAL, CENTRAL, END = struct.Struct("<4s5H3I2H"), struct.Struct("<4s6H3I5H2I"), struct.Struct("<4s4H2IH")
 LOCAL_FIELDS = "magic version flags method time date crc packed size name_bytes extra_bytes".split()
-CENTRAL_FIELDS = ("magic made_by version flags method time date crc packed size name_bytes extra_bytes comment_bytes disk internal "
-                  "external offset").split()
+CENTRAL_FIELDS = ("magic made_by version flags method time date crc packed size name_bytes extra_bytes comment_bytes disk "
+                  "internal external offset").split()
 END_FIELDS = "magic disk first_disk here count bytes start comment_bytes".split()
 MAGIC, SEAL = b"DSNVCOMP", b"ds_nvcomp/seal"
-HEADER = {"version": (8, "H"), "features": (10, "H"), "transform": (12, "B"), "codec": (13, "B"), "revision": (14, "B"), "planes": (15, "B"),
-          "chunk_elements": (16, "I"), "reserved_1": (20, "I"), "elements": (24, "Q"), "chunks": (32, "Q"), "data_bytes": (40, "Q"),
+HEADER = {"version": (8, "H"), "features": (10, "H"), "transform": (12, "B"), "codec": (13, "B"), "revision": (14, "B"),
+          "planes": (15, "B"), "chunk_elements": (16, "I"), "reserved_1": (20, "I"), "elements": (24, "Q"),
+          "chunks": (32, "Q"), "data_bytes": (40, "Q"),
           "reserved_2": (48, "Q"), "table_crc": (56, "I"), "header_crc": (60, "I")}
-HUGE = (0, 1, 15, 16, 17, 255, 1 << 15, (1 << 16) - 1, 1 << 16, 1 << 20, (1 << 20) + 16, 1 << 21, (1 << 31) - 1, 1 << 31, (1 << 32) - 16,
+HUGE = (0, 1, 15, 16, 17, 255, 1 << 15, (1 << 16) - 1, 1 << 16, 1 << 20, (1 << 20) + 16, 1 << 21, (1 << 31) - 1, 1 << 31,
+        (1 << 32) - 16,
         (1 << 32) - 1, 1 << 32, (1 << 32) + 1, 1 << 40, (1 << 63) - 1, 1 << 63, (1 << 64) - 16, (1 << 64) - 1)
 
 
@@ -52,7 +55,8 @@ def build(entries: list[Entry], comment: bytes = b"", end: dict | None = None, t
     """A zip as torch.save lays it out, every field right but those that are replaced."""
     out, directory = bytearray(), bytearray()
     for entry in entries:
-        common = dict(version=20, flags=1 << 11, method=0, time=0, date=0x21, crc=zlib.crc32(entry.data), packed=len(entry.data),
+        common = dict(version=20, flags=1 << 11, method=0, time=0, date=0x21, crc=zlib.crc32(entry.data),
+                      packed=len(entry.data),
                       size=len(entry.data), name_bytes=len(entry.name))
         offset = len(out) if entry.at is None else entry.at
         if entry.at is None:
@@ -61,10 +65,12 @@ def build(entries: list[Entry], comment: bytes = b"", end: dict | None = None, t
             extra += struct.pack("<HH", 0x4246, padding) + b"Z" * padding
             fields = {"magic": b"PK\3\4", **common, "extra_bytes": len(extra), **entry.local}
             out += _pack(LOCAL, LOCAL_FIELDS, fields) + entry.name + extra + entry.data
-        fields = {"magic": b"PK\1\2", "made_by": 20, **common, "extra_bytes": len(entry.central_extra), "comment_bytes": 0, "disk": 0,
+        fields = {"magic": b"PK\1\2", "made_by": 20, **common, "extra_bytes": len(entry.central_extra), "comment_bytes": 0,
+                  "disk": 0,
                   "internal": 0, "external": 0, "offset": offset, **entry.central}
         directory += _pack(CENTRAL, CENTRAL_FIELDS, fields) + entry.name + entry.central_extra
-    fields = dict(magic=b"PK\5\6", disk=0, first_disk=0, here=len(entries), count=len(entries), bytes=len(directory), start=len(out),
+    fields = dict(magic=b"PK\5\6", disk=0, first_disk=0, here=len(entries), count=len(entries), bytes=len(directory),
+                  start=len(out),
                   comment_bytes=len(comment))
     return bytes(out + directory + tail + _pack(END, END_FIELDS, {**fields, **(end or {})}) + comment)
 
@@ -97,7 +103,8 @@ class File:
 
     @cached_property
     def _parsed(self):
-        regions = {name: [] for name in ("pickle", "seal", "directory", "end", "local header", "header", "table", "chunks", "plain", "small")}
+        regions = {name: [] for name in ("pickle", "seal", "directory", "end", "local header", "header", "table", "chunks",
+                                         "plain", "small")}
         entries, end = [], len(self.data) - END.size
         found = dict(zip(END_FIELDS, END.unpack_from(self.data, end)))
         at = found["start"]
@@ -157,6 +164,10 @@ def reseal(entries: list[Entry], guarded: set[bytes] | None = None) -> None:
 
 # --- payloads ---------------------------------------------------------------------------------------------------------
 
+def row_bytes(planes: int) -> int:
+    return sum((1 if name == "mode" else 4) * (planes if name in ("size", "mode") else 1) for name in COLUMNS)
+
+
 class Payload(bytearray):
     """A payload's bytes with its fields by name."""
 
@@ -181,8 +192,7 @@ class Payload(bytearray):
 
     @property
     def table_end(self) -> int:
-        return 64 + self.get("chunks") * sum((1 if name == "mode" else 4) * (self.get("planes") if name in ("size", "mode") else 1)
-                                             for name in COLUMNS)
+        return 64 + self.get("chunks") * row_bytes(self.get("planes"))
 
     @property
     def data_start(self) -> int:
@@ -304,7 +314,8 @@ def change_pickle(rng: random.Random, data: bytes) -> bytes:
             at, end, arg = rng.choice(places)
             other = rng.choice(places)[2]
             if kind == "class":
-                other = rng.choice([other, "torch LongStorage", "torch FloatStorage", "torch BFloat16Storage", "collections OrderedDict"])
+                other = rng.choice([other, "torch LongStorage", "torch FloatStorage", "torch BFloat16Storage",
+                                    "collections OrderedDict"])
                 return data[:at] + b"c" + other.replace(" ", "\n").encode() + b"\n" + data[end:]
             other = rng.choice([other, arg + "x", arg[:-1], arg[::-1]]).encode()
             return data[:at] + b"X" + struct.pack("<I", len(other)) + other + data[end:]
@@ -361,7 +372,8 @@ def corrupt(seed: int, files: list[File]) -> tuple[File, Corruption]:
             return file, Corruption(function.__name__.replace("_", " "), bytes(data), kinds is FORGED, **extra)
 
 
-REGIONS = {"pickle": 4, "seal": 2, "directory": 4, "end": 1, "local header": 3, "header": 3, "table": 3, "chunks": 3, "plain": 3, "small": 1}
+REGIONS = {"pickle": 4, "seal": 2, "directory": 4, "end": 1, "local header": 3, "header": 3, "table": 3, "chunks": 3,
+           "plain": 3, "small": 1}
 
 
 @accidental(40)
@@ -462,8 +474,10 @@ def zip_attack(rng, file, files):
     entries, end, comment, tail = file.entries, {}, b"", b""
     a, b = rng.choice(entries), rng.choice(entries)
     where = [a.local, a.central]
-    kind = rng.choice(["size", "packed", "sizes", "offset", "name", "case", "root", "method", "flags", "crc", "double", "double changed", "overlap",
-                       "zip64", "zip64 sizes", "comment", "end", "external", "local names", "lost", "order", "end64", "followed"])
+    kind = rng.choice(["size", "packed", "sizes", "offset", "name", "case", "root", "method", "flags", "crc", "double",
+                       "double changed", "overlap",
+                       "zip64", "zip64 sizes", "comment", "end", "external", "local names", "lost", "order", "end64",
+                       "followed"])
     sized = len(a.data) + rng.choice([-len(a.data), -1, 1, -16, 64, len(a.data), rng.choice(HUGE)])
     if kind in ("size", "packed"):
         rng.choice(where)[kind] = sized
@@ -474,7 +488,8 @@ def zip_attack(rng, file, files):
         places = [start for start, _ in file.regions["local header"]]
         a.central["offset"] = rng.choice([*places, rng.choice(HUGE), rng.randrange(len(file.data))])
     elif kind == "name":
-        a.name = rng.choice([b.name, a.name + b"x", a.name[:-1], b"../" + a.name, b"/etc/x", a.name.replace(b"/", b"\\"), a.name + b"\0x",
+        a.name = rng.choice([b.name, a.name + b"x", a.name[:-1], b"../" + a.name, b"/etc/x", a.name.replace(b"/", b"\\"),
+                             a.name + b"\0x",
                              b"\xff\xfe", a.name + b"/", b""])
     elif kind == "case":
         a.name = a.name.swapcase()
@@ -510,7 +525,8 @@ def zip_attack(rng, file, files):
         a.at, a.local = start, {}
         a.central.update(crc=zlib.crc32(b.data), size=len(b.data), packed=len(b.data))
     elif kind == "zip64":
-        extra = struct.pack("<HHQQQ", 1, 24, *(rng.choice([len(a.data), rng.choice(HUGE)]) for _ in range(3)))[:rng.choice([28, 20, 12])]
+        extra = struct.pack("<HHQQQ", 1, 24, *(rng.choice([len(a.data), rng.choice(HUGE)])
+                                               for _ in range(3)))[:rng.choice([28, 20, 12])]
         a.extra, a.central_extra = rng.choice([(extra, b""), (b"", extra), (extra, extra)])
     elif kind == "zip64 sizes":
         extra = struct.pack("<HHQQ", 1, 16, *([rng.choice([len(a.data), rng.choice(HUGE)])] * 2))
@@ -530,7 +546,8 @@ def zip_attack(rng, file, files):
         rng.shuffle(entries)
     elif kind == "end64":
         place = rng.choice([len(file.data), rng.randrange(len(file.data)), rng.choice(HUGE)])
-        tail = struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, len(entries), len(entries), rng.choice(HUGE), rng.choice(HUGE))
+        tail = struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, len(entries), len(entries), rng.choice(HUGE),
+                           rng.choice(HUGE))
         tail += struct.pack("<4sIQI", b"PK\6\7", 0, place, 1)
         end.update(rng.choice([{}, {"start": 0xFFFFFFFF}, {"count": 0xFFFF, "here": 0xFFFF}]))
     elif kind == "followed":
@@ -616,7 +633,7 @@ def zeros_forged(rng, file, files):
     chunks, most = rng.randrange(1, 9), 1 << 20
     for name, value in dict(chunk_elements=most, elements=chunks * most, chunks=chunks, data_bytes=0).items():
         payload.put(name, value)
-    payload += bytes(chunks * sum((1 if name == "mode" else 4) * (planes if name in ("size", "mode") else 1) for name in COLUMNS))
+    payload += bytes(chunks * row_bytes(planes))
     payload += bytes(-len(payload) % 16)
     payload.seal()
     entry.data = bytes(payload)
@@ -653,7 +670,8 @@ def code_in_the_pickle(rng, file, files):
     """A call of something that weights_only refuses; `hostile_probe` is the worker's own, and notes that it was called."""
     entries = file.entries
     entry = record(entries, b"data.pkl")
-    call = rng.choice([b"chostile_probe\ntouch\n)R0", b"cposix\nsystem\nX\x04\0\0\0true\x85R0", b"cbuiltins\neval\nX\x03\0\0\x001+1\x85R0"])
+    call = rng.choice([b"chostile_probe\ntouch\n)R0", b"cposix\nsystem\nX\x04\0\0\0true\x85R0",
+                       b"cbuiltins\neval\nX\x03\0\0\x001+1\x85R0"])
     head = rng.choice([2, seal_call(entry.data)])
     entry.data = entry.data[:head] + call + entry.data[head:]
     reseal(entries)

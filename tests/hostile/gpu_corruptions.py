@@ -2,9 +2,9 @@
 
     python gpu_corruptions.py FIRST STOP RESULTS
 
-What `gpu.decode` is given has checksums that contradict the damage: those of the stored bytes, or, where those were made right for a
-damaged stream, that of the decoded plane; nvCOMP sees such streams. `unpack` gets every other kind of change too, under the `meta` of
-the payload that was there before.
+What `gpu.decode` is given has checksums that contradict the damage: those of the stored bytes, or, where those were made right
+for a damaged stream, that of the decoded plane; nvCOMP sees such streams. `unpack` gets every other kind of change too, under
+the `meta` of the payload that was there before.
 """
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ def sources() -> list[tuple[str, str, Payload, dict, bytes]]:
 
 
 def damage_streams(rng: random.Random, payload: Payload) -> Payload:
-    """Damage in coded pieces or in their sizes, with all checksums of stored bytes right: only that of the decoded plane is not."""
+    """Damage in coded pieces or in their sizes, with all checksums of stored bytes right: only that of the decoded plane is
+    not.
+    """
     columns, n, spans = payload.columns(), payload.get("chunks"), payload.spans()
     coded = [c for c in range(n) if payload[columns["mode"][0] + c] == 2]
     for c in rng.sample(coded, rng.choice([1, 1, 2, len(coded)])):
@@ -128,11 +130,13 @@ def main(first: int, stop: int, results) -> None:
         except Exception as err:
             outcome, fault = f"UNEXPECTED {type(err).__name__}: {str(err)[:300]}", True
         faulthandler.cancel_dump_traceback_later()
-        print(json.dumps({"seed": seed, "codec": codec, "dtype": dtype, "kind": f"{way}, {kind}", "outcome": outcome}), file=results,
+        print(json.dumps({"seed": seed, "codec": codec, "dtype": dtype, "kind": f"{way}, {kind}", "outcome": outcome}),
+              file=results,
               flush=True)
         if fault:
             sys.exit(3)  # the next ones get a process that is sound
-    print(json.dumps({"peak": torch.cuda.max_memory_allocated(), "taken": free - torch.cuda.mem_get_info()[0]}), file=results, flush=True)
+    print(json.dumps({"peak": torch.cuda.max_memory_allocated(), "taken": free - torch.cuda.mem_get_info()[0]}), file=results,
+          flush=True)
 
 
 if __name__ == "__main__":

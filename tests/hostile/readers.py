@@ -36,7 +36,8 @@ ROOM = 4 << 30       # bytes of address space beyond what the process has: what 
 CODECS = ("deflate", "zstd", "lz4", "snappy", "none")
 ROOT = Path(__file__).resolve().parents[2]
 # What torch.load, its C++ reader, the unpicklers and the operating system raise for damaged files.
-KNOWN = (DsNvcompError, pickle.UnpicklingError, zipfile.BadZipFile, OSError, EOFError, RuntimeError, ValueError, KeyError, IndexError,
+KNOWN = (DsNvcompError, pickle.UnpicklingError, zipfile.BadZipFile, OSError, EOFError, RuntimeError, ValueError, KeyError,
+         IndexError,
          TypeError, AttributeError, ImportError, OverflowError, AssertionError, MemoryError, struct.error)
 
 
@@ -49,12 +50,16 @@ def content(seed: int):
     weight = torch.nn.Parameter(normal(1200).reshape(30, 40))
     half = normal(1500).bfloat16()
     return {
-        "weight": weight, "tied": weight, "row": weight.data[3], "transposed": weight.data.T, "half": half, "part": half[100:200],
-        "double": normal(300).double(), "float16": normal(400).half(), "square": normal(700) ** 2, "fp8": normal(900).to(torch.float8_e4m3fn),
+        "weight": weight, "tied": weight, "row": weight.data[3], "transposed": weight.data.T, "half": half,
+        "part": half[100:200],
+        "double": normal(300).double(), "float16": normal(400).half(), "square": normal(700) ** 2,
+        "fp8": normal(900).to(torch.float8_e4m3fn),
         "complex": torch.complex(normal(200), normal(200)), "ids": torch.randint(1 << 40, (150,), generator=generator),
         "mask": normal(800) > 0, "untouched": torch.zeros(3000), "same": normal(700), "shape": normal(700),
-        "small": [normal(5), torch.tensor(seed + 0.5), torch.arange(seed, seed + 9, dtype=torch.int32), normal(6).bfloat16(), torch.empty(0)],
-        "step": 1000 + seed, "lr": 0.001 * (seed + 1), "name": f"run {seed}", "nothing": None, "flag": True, "big": 1 << 70 + seed,
+        "small": [normal(5), torch.tensor(seed + 0.5), torch.arange(seed, seed + 9, dtype=torch.int32), normal(6).bfloat16(),
+                  torch.empty(0)],
+        "step": 1000 + seed, "lr": 0.001 * (seed + 1), "name": f"run {seed}", "nothing": None, "flag": True,
+        "big": 1 << 70 + seed,
         "nested": OrderedDict(a=[{"b": (1, 2.5, "x", [seed])}, float("nan"), -0.0], c={seed: {"deep": [[["end"]]]}}),
     }
 
@@ -63,7 +68,7 @@ def write_files(folder: Path) -> None:
     """Two saves of each codec, of the same shapes and other values, and the golden archives."""
     for codec in CODECS:
         config = Config(codec=codec, min_bytes=512, fsync=False, device="cpu")
-        object.__setattr__(config, "chunk_bytes", 256)  # below what the configuration allows, not what the format does: several chunks each
+        object.__setattr__(config, "chunk_bytes", 256)  # the format allows less than the configuration: several chunks each
         for seed in (0, 1):
             ds_nvcomp.save(content(seed), folder / f"{codec}-{seed}.pt", config)
     for path in sorted((ROOT / "tests" / "golden" / "archive").glob("*.pt")):
@@ -89,9 +94,11 @@ def fingerprint(obj) -> str:
             start = value.storage_offset() * value.element_size()
             last = sum((n - 1) * step for n, step in zip(value.shape, value.stride())) if value.numel() else -1
             stop = start + (last + 1) * value.element_size()
-            data = torch.empty(0, dtype=torch.uint8).set_(whole, start, (stop - start,), (1,)) if stop > start else torch.empty(0)
+            data = torch.empty(0, dtype=torch.uint8)
+            data = data.set_(whole, start, (stop - start,), (1,)) if stop > start else data
             number = storages.setdefault(whole.data_ptr(), len(storages)) if value.numel() else None
-            add(value.dtype, tuple(value.shape), value.stride(), value.storage_offset(), value.requires_grad, number, data.numpy().tobytes())
+            add(value.dtype, tuple(value.shape), value.stride(), value.storage_offset(), value.requires_grad, number,
+                data.numpy().tobytes())
             visit(dict(value.__dict__))
         elif isinstance(value, dict):
             add(len(value))
@@ -124,7 +131,8 @@ events: list[str] = []
 
 def _watch(event, args):
     """Notes what no reader has any business to do."""
-    if event in ("os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "os.remove", "os.rename", "os.rmdir",
+    if event in ("os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "os.remove",
+                 "os.rename", "os.rmdir",
                  "os.mkdir", "shutil.rmtree", "socket.connect", "socket.bind", "os.putenv", "os.kill") or \
             event == "open" and args[1] and set(str(args[1])) & set("wxa+"):
         events.append(event)
@@ -188,10 +196,12 @@ def main(folder: Path, first: int, stop: int) -> None:
             os.ftruncate(fd, 0)
             os.pwrite(fd, corruption.data, 0)
             print(json.dumps({"began": seed, "kind": corruption.kind}), file=results, flush=True)
-            outcome = read(path, expected[file.name], {expected.get(corruption.other)} - {None}, corruption.forged, corruption.runs)
+            outcome = read(path, expected[file.name], {expected.get(corruption.other)} - {None}, corruption.forged,
+                           corruption.runs)
             now = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             grew, peak = now - peak, max(now, peak)
-            print(json.dumps({"seed": seed, "kind": corruption.kind, "forged": corruption.forged, "file": file.name, "outcome": outcome,
+            print(json.dumps({"seed": seed, "kind": corruption.kind, "forged": corruption.forged, "file": file.name,
+                              "outcome": outcome,
                               "grew": grew}), file=results, flush=True)
         print(json.dumps({"peak": peak}), file=results, flush=True)
 
@@ -256,7 +266,8 @@ def run(first: int, stop: int, batch: int, tally: Tally) -> Tally:
             if done.returncode:
                 if began is None:
                     raise RuntimeError(f"The batch from {first} did not begin: {done.stderr[-3000:]}")
-                tally.wrong.append(f"seed {began['began']} ({began['kind']}): the process ended with {done.returncode}: {done.stderr[-1500:]}")
+                tally.wrong.append(f"seed {began['began']} ({began['kind']}): the process ended with {done.returncode}: "
+                                   f"{done.stderr[-1500:]}")
                 end = began["began"] + 1
             first = end
     return tally

@@ -42,8 +42,8 @@ def whole(tmp_path):
 @pytest.mark.parametrize("weights_only", [True, False])
 @pytest.mark.parametrize("record", [b"data/0", b"data/1", b"ds_nvcomp/seal"])
 def test_an_entry_marked_as_a_directory_is_refused_by_plain_torch_load(whole, record, weights_only):
-    """torch reads it as memory that nobody has written to. An earlier load of the same file leaves the right bytes there: the seal's
-    check then passed and the tensor got others, in 20 loads of 600.
+    """torch reads it as memory that nobody has written to. An earlier load of the same file leaves the right bytes there: the
+    seal's check then passed and the tensor got others, in 20 loads of 600.
     """
     path, _ = whole
     data = bytearray(path.read_bytes())
@@ -78,7 +78,9 @@ def rewritten(path, change):
 
 @pytest.mark.parametrize("mmap", [False, True])
 def test_a_deflated_plain_record_is_refused(whole, mmap):
-    """As a zip tool packs it again. The seal was checked for what it inflates to, and with mmap the deflated bytes were the tensor."""
+    """As a zip tool packs it again. The seal was checked for what it inflates to, and with mmap the deflated bytes were the
+    tensor.
+    """
     path, _ = whole
 
     def deflate(entries):
