@@ -21,7 +21,7 @@ from .archive.writer import save, write
 from .checkpoint.commit import Commit
 from .checkpoint.ranks import Ranks
 from .config import Config
-from .errors import ConfigError, DsNvcompError, SaveError, UnsupportedSetupError
+from .errors import CommitError, ConfigError, DsNvcompError, SaveError, UnsupportedSetupError
 from .log import logger
 
 BLOCK = "nvcomp_checkpoint"
@@ -90,19 +90,23 @@ class NvcompCheckpointEngine(CheckpointEngine):
                 self._reports.append(save(state_dict, path, self.config))
         except Exception as err:
             where = dict(path=str(path), rank=self._ranks.rank)
-            self._failure = err.at(**where) if isinstance(err, DsNvcompError) else SaveError(f"{type(err).__name__}: {err}", **where)
-            logger.error(f"{self._failure} The other ranks are told at commit.")
+            failure = err.at(**where) if isinstance(err, DsNvcompError) else SaveError(f"{type(err).__name__}: {err}", **where)
+            self._failure = self._failure or failure  # the first one is the cause
+            logger.error(f"{failure} The other ranks are told at commit.")
 
     def commit(self, info) -> bool:
         """Publish the checkpoint on all ranks, or raise `CommitError` on all of them and leave the previous one current."""
         commit, self._commit = self._commit, None
         failure, self._failure = self._failure, None
         save_latest, self.save_latest = self.save_latest, None
-        if commit is not None and commit.staged.exists():
+        if commit is not None:
             commit.finish(failure, save_latest, self._written)
         else:
             self._ranks.agree(failure, "save")
-        self._report()
+        try:
+            self._report()
+        except CommitError as err:  # the checkpoint is complete and current all the same
+            logger.warning(f"checkpoint {self._tag} is committed, but: {err}")
         return True
 
     def _report(self):

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import Callable
 
 import torch.distributed as dist
 
@@ -26,24 +27,43 @@ class Ranks:
         return local == "0" if local is not None else self.rank == 0
 
     def gather(self, value, step: str) -> list:
-        """`value` of every rank, in order. Raises `CommitError` after the timeout, or when a rank is gone."""
+        """`value` of every rank, in order. Raises `CommitError` after the timeout, or when a rank is gone, or elsewhere. Then nobody
+        knows what the others know: they may have had their answers."""
         if self.world == 1:
             return [value]
-        values = [None] * self.world
+        found = [None] * self.world
         try:
             if self._group is None:
                 self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
-            dist.all_gather_object(values, value, group=self._group)
+            dist.all_gather_object(found, (step, value), group=self._group)
         except Exception as err:  # gloo: RuntimeError of many wordings
+            self._leave()
             raise CommitError(f"Not all {self.world} ranks answered at step {step!r} within {self.timeout:.0f} s: a rank died or hangs. "
-                              f"The checkpoint is not current; the previous one is. ({err})", rank=self.rank) from err
-        return values
+                              f"'latest' names the previous checkpoint, or this one if all of it is there. ({err})",
+                              rank=self.rank) from err
+        for rank, (other, _) in enumerate(found):
+            if other != step:
+                raise CommitError(f"Rank {rank} is at step {other!r} and rank {self.rank} at {step!r}: they do not save the same "
+                                  "checkpoints in the same order.", rank=rank)
+        return [value for _, value in found]
 
-    def agree(self, failure: Exception | None, step: str) -> None:
-        """Return on all ranks if none has a failure, else raise `CommitError` on all of them, naming the ranks and causes."""
+    def _leave(self):
+        """A group in which one collective failed is of no use any more; the next save makes another."""
+        group, self._group = self._group, None
+        if group is not None:
+            try:
+                dist.destroy_process_group(group)
+            except Exception:  # its connections are broken already
+                pass
+
+    def agree(self, failure: Exception | None, step: str, undo: Callable[[], None] | None = None) -> None:
+        """Return on all ranks if none has a failure, else raise `CommitError` on all of them, naming the ranks and causes. `undo` is
+        called before that, on ranks that know that all others know: never where a rank did not answer."""
         failures = self.gather(None if failure is None else f"{type(failure).__name__}: {failure}", step)
         failed = [rank for rank, message in enumerate(failures) if message is not None]
         if failed:
+            if undo is not None:
+                undo()
             causes = "; ".join(f"rank {rank}: {failures[rank]}" for rank in failed[:8])
             raise CommitError(f"{len(failed)} of {self.world} ranks failed to {step}. The checkpoint is not current; the previous one "
                               f"is. {causes}", rank=failed[0]) from failure

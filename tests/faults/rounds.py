@@ -64,11 +64,12 @@ class Round:
         reports = [self._report(rank) for rank in range(self.world)]
         self.results = [report["results"] for report in reports]
         self.traces = [report["trace"] for report in reports]
+        self.events = sorted(event for report in reports for event in report["events"])  # of the last save, on all ranks
         assert not self.hung, f"ranks hang; exits {self.exits}\n{self.logs()}"
 
     def _report(self, rank):
         path = self.out / f"rank{rank}.json"
-        return json.loads(path.read_text()) if path.exists() else {"results": [], "trace": []}
+        return json.loads(path.read_text()) if path.exists() else {"results": [], "trace": [], "events": []}
 
     def logs(self) -> str:
         return "\n".join(f"--- rank {rank}\n" + (self.out / f"rank{rank}.log").read_text(errors="replace")[-3000:]
@@ -125,6 +126,8 @@ def hidden(save_dir: Path) -> list[str]:
 def check(save_dir: Path, world: int, **kwargs) -> dict[str, int]:
     """{tag: version} of all that is visible in `save_dir`, plus "latest": the tag it names. Each tag is one whole save, and
     `verify` has no complaint."""
+    if all(path.name.startswith(".") for path in save_dir.iterdir()):
+        return {"latest": None}
     problems = verify_tree(save_dir)
     assert not problems, "\n".join(map(str, problems))
     found = {path.name: version_in(path, world, **kwargs) for path in save_dir.iterdir()

@@ -1,8 +1,9 @@
 """Ranks that save, and break at a named step: forked from one warm process, so that a round costs a fraction of a second.
 
-Run as a program it is the server: a job per line comes in on stdin (see `rounds.Server`), a reply per line goes out on stdout. Each
-job forks a process that forks the ranks, so rounds run side by side. Nothing in ds_nvcomp knows of this: a rank replaces the
-functions a save goes through by ones that count, and that kill it with SIGKILL, or fail as a storage does, at a chosen occurrence.
+Run as a program it is the server: a job per line comes in on stdin (see `rounds.Server`), a reply per line goes out on stdout.
+Each job forks a process that forks the ranks, so rounds run side by side. Nothing in ds_nvcomp knows of this: a rank replaces
+the functions a save goes through by ones that count, and that kill it with SIGKILL, or fail as a storage does, at a chosen
+occurrence.
 """
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import ctypes
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -40,7 +42,7 @@ PATIENCE = 90.0  # seconds until a round that hangs is ended, which fails its te
 # -- what is saved ------------------------------------------------------------------------------------------------------------
 
 def states(version: int, rank: int, world: int, extra: int = 0) -> dict[str, dict]:
-    """{file name: state} that `rank` saves as `version`; the same in every process. `extra` are more bytes that do not shrink."""
+    """{file name: state} that `rank` saves as `version`; the same in every process. `extra`: more bytes, that do not shrink."""
     random = torch.Generator().manual_seed(1000 * version + 10 * rank + world)
     weights = torch.randn(6000, generator=random)
     shard = {"optimizer_state_dict": {"partition_count": world, "version": version, "fp32": weights,
@@ -143,16 +145,36 @@ class Steps:
         def half_removed(path, *args, **kwargs):
             if not os.path.isdir(path):
                 return rmtree(path, *args, **kwargs)
-            self.at("rmtree:before")
-            if self.due("rmtree:midway"):
+            label = re.sub(r"\.[0-9a-f]{8}\.", ".replaced.", f"rmtree {os.path.basename(path)}")
+            self.at(f"{label}:before")
+            if self.due(f"{label}:midway"):
                 there = sorted(name for name in os.listdir(path) if not os.path.isdir(os.path.join(path, name)))
                 for name in there[:(len(there) + 1) // 2]:
                     os.unlink(os.path.join(path, name))
                 os.kill(os.getpid(), signal.SIGKILL)
             rmtree(path, *args, **kwargs)
-            self.at("rmtree:after")
+            self.at(f"{label}:after")
 
         files.Writer.write_at, shutil.rmtree = half_written, half_removed
+
+
+def record(events: list) -> None:
+    """Note writes, syncs and renames, with their paths, as [time, what, path, ...]."""
+    def noting(module, attribute, what, paths):
+        original = getattr(module, attribute)
+
+        def wrapped(*args, **kwargs):
+            noted = [str(path) for path in paths(*args)]
+            done = original(*args, **kwargs)
+            events.append([time.monotonic(), what, *noted])
+            return done
+        setattr(module, attribute, wrapped)
+
+    noting(os, "pwritev", "write", lambda fd, *_: [_target(fd)])
+    noting(os, "fsync", "fsync", lambda fd: [_target(fd)])
+    noting(os, "rename", "rename", lambda a, b: [a, b])
+    noting(os, "replace", "replace", lambda a, b: [a, b])
+    noting(commit, "exchange", "exchange", lambda a, b: [a, b])
 
 
 # -- storages and ranks that fail ---------------------------------------------------------------------------------------------
@@ -238,6 +260,21 @@ def _half_hearted(original):
     return wrapped
 
 
+def _dawdling(seconds):
+    """rmtree that is not through when others go on: it removes one file, and takes its time for the rest."""
+    def make(original):
+        def wrapped(path, *args, **kwargs):
+            if os.path.isdir(path):
+                fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+                for name in sorted(name for name in os.listdir(fd) if name.endswith(".pt")):
+                    with contextlib.suppress(OSError):
+                        os.unlink(name, dir_fd=fd)
+                    time.sleep(seconds)
+            original(path, *args, **kwargs)
+        return wrapped
+    return make
+
+
 FAULTS = {
     "enospc_write": lambda nth=3: replaced(os, "pwritev", failing(errno.ENOSPC, nth)),
     "eio_write": lambda nth=1: replaced(os, "pwritev", failing(errno.EIO, nth)),
@@ -251,15 +288,19 @@ FAULTS = {
     "eio_exchange": lambda: replaced(exchange, "_renameat2", lambda original: lambda a, b: errno.EIO),
     "no_exchange": lambda: replaced(exchange, "_renameat2", lambda original: lambda a, b: errno.EINVAL),
     "eio_replace": lambda: replaced(os, "replace", failing(errno.EIO)),
-    "enospc_latest": lambda: replaced(os, "pwritev", failing(errno.ENOSPC, when=lambda fd, *_: "latest" in _target(fd))),
+    "enospc_latest": lambda: replaced(os, "pwritev", failing(
+        errno.ENOSPC, when=lambda fd, *_: _target(fd).endswith("/.latest.part"))),
     "short_writes": lambda: replaced(os, "pwritev", _short),
     "slow": lambda seconds=1.0: replaced(writer, "encode", _sleeping(seconds)),
     "dies": lambda: replaced(writer, "encode", _dying),
     "encoder_raises": lambda: replaced(writer, "encode", _raising(EncodeError("made up", tensor="fp32"))),
     "codec_library_raises": lambda: replaced(writer, "encode", _raising(RuntimeError("CUDA error: made up"))),
     "memory_error": lambda: replaced(writer, "encode", _raising(MemoryError("made up"))),
+    "other_step": lambda: replaced(ranks_module.Ranks, "gather", lambda original: lambda ranks, value, step: original(
+        ranks, value, "another" if step == "save" else step)),
     "deaf": lambda step: replaced(ranks_module.Ranks, "gather", _deaf(step)),
     "slow_publish": lambda seconds=1.5: replaced(commit.Commit, "_keep_strangers", _sleeping(seconds)),
+    "slow_rmtree": lambda seconds=1.0: replaced(shutil, "rmtree", _dawdling(seconds)),
     "rmtree_refuses": lambda: replaced(shutil, "rmtree", _half_hearted),
 }
 
@@ -282,22 +323,30 @@ def run_rank(job: dict, rank: int) -> None:
     steps = Steps(job["kill"]["step"] if job.get("kill", {}).get("rank") == rank else None)
     if "kill" in job or job.get("trace"):
         steps.install()
+    events = []
+    if job.get("record"):
+        record(events)
     for index, save in enumerate(job["saves"]):
         if rank == 0 and "plant" in save:
             plant(Path(job["save_dir"]), save["plant"])
+        ballast = Path(job["save_dir"]).parent / "ballast"
+        if rank == 0 and "fill" in save:
+            fill(ballast, save["fill"])
         with contextlib.ExitStack() as stack:
             for ranks, kind, options in save.get("faults", []):
                 if rank in ranks:
                     stack.enter_context(FAULTS[kind](**options))
             steps.armed = index == len(job["saves"]) - 1
+            events.clear()
             results.append(_save(host, job["save_dir"], save))
             steps.armed = False
-        _write(out / f"rank{rank}.json", {"results": results, "trace": steps.trace})
+        _write(out / f"rank{rank}.json", {"results": results, "trace": steps.trace, "events": events})
         if job.get("snapshots"):
             alive = save.get("alive", world)
             _meet(store, f"end{index}", alive)
             if rank == save.get("copies", 0):
                 shutil.copytree(job["save_dir"], out / f"after{index}", symlinks=True)
+                ballast.unlink(missing_ok=True)
             _meet(store, f"copied{index}", alive)
 
 
@@ -323,6 +372,13 @@ def plant(save_dir: Path, tags: list[str]) -> None:
             (staged / name).write_bytes(b"PK\3\4 half of a file")
     for note in save_dir.glob("*/"):
         (note / "note.txt").write_text("somebody's own")
+
+
+def fill(ballast: Path, free: int) -> None:
+    """Leave `free` bytes of the file system."""
+    with open(ballast, "wb") as file, contextlib.suppress(OSError):
+        status = os.statvfs(ballast)
+        file.write(bytes(max(0, status.f_bavail * status.f_frsize - free)))
 
 
 def _meet(store, name, count) -> None:
