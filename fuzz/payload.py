@@ -79,7 +79,7 @@ def _payload(data):
     except reference_decoder.NotSupportedHere:
         return
     except reference_decoder.Refused as err:
-        # liblz4 reads a distance of 0, which its format forbids, as zeros. Such a plane has the checksum that its writer gave it.
+        # liblz4 reads a distance of 0, which its format forbids, as zeros; the plane has the checksum that its writer gave it.
         if isinstance(found, bytes) and "lz4: a match outside" not in str(err):
             raise AssertionError(f"decoded what the reference refuses: {err}") from err
         return

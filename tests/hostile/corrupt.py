@@ -366,7 +366,10 @@ def corrupt(seed: int, files: list[File]) -> tuple[File, Corruption]:
     while True:
         file = rng.choice(files)
         function = rng.choices(list(kinds), list(kinds.values()))[0]
-        made = function(rng, file, files)
+        try:
+            made = function(rng, file, files)
+        except (struct.error, OverflowError):  # the second change of a payload whose counts the first one spoiled
+            continue
         data, extra = made if isinstance(made, tuple) else (made, {})
         if data is not None and bytes(data) != file.data:
             return file, Corruption(function.__name__.replace("_", " "), bytes(data), kinds is FORGED, **extra)
