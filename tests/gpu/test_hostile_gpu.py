@@ -21,7 +21,8 @@ def batch(first, stop, results):
     return subprocess.run(
         [sys.executable, str(TESTS / "hostile" / "gpu_corruptions.py"), str(first), str(stop), str(results)],
         capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [TESTS.parent, TESTS, TESTS / "hostile"]))}, timeout=300)
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [*map(str, [TESTS.parent, TESTS, TESTS / "hostile"]),
+                                                                              os.environ.get("PYTHONPATH")]))}, timeout=300)
 
 
 def test_corrupted_payloads(tmp_path, capsys):
