@@ -51,8 +51,8 @@ class Container:
         return start
 
     def close(self) -> tuple[int, int]:
-        """Append the directory; returns the size of the whole file, and the directory's CRC-32, which stands for all of the entries:
-        it covers their names, places, sizes and checksums."""
+        """Append the directory; returns the size of the whole file, and the CRC-32 from the directory to the end, which stands for
+        all of the entries: it covers their names, places, sizes and checksums."""
         directory = []
         for path, offset, size, crc in self._entries:
             wide = [value for value in (*((size, size) if size >= _MAX32 else ()), *((offset,) if offset >= _MAX32 else ()))]

@@ -34,6 +34,7 @@ class Commit:
         self.final, self._ranks, self._fsync = Path(final).absolute(), ranks, fsync
         self.staged = self.final.with_name(f".{self.final.name}{_SUFFIX}")
         self._published = False
+        self._used = False
 
     def begin(self) -> None:
         """Clear what crashed saves left behind, and make the staging directory. Raises `CommitError` on all ranks."""
@@ -79,6 +80,7 @@ class Commit:
             inside = Path(path).absolute().relative_to(self.final)
         except ValueError:
             return None
+        self._used = True
         target = self.staged / inside
         target.parent.mkdir(parents=True, exist_ok=True)
         return target
@@ -86,7 +88,7 @@ class Commit:
     def finish(self, failure: Exception | None, latest: str | None, written: dict[str, tuple[int, int]]) -> None:
         """Publish if no rank has a `failure`; then let `save_dir/latest` name `latest` if given. Raises `CommitError` on all ranks.
 
-        `written` are the staged files of this rank for the manifest: {path: (bytes, digest)}.
+        Where no rank has staged a file, nothing is published. `written` are the staged files of this rank for the manifest: {path: (bytes, digest)}.
         """
         def durable():
             if failure is not None:
@@ -96,7 +98,10 @@ class Commit:
                     files.sync_directory(directory)
         self._together("save", durable, self.staged, undo=self.abandon)
 
-        written = self._ranks.gather(written, "list the files")
+        written, used = zip(*self._ranks.gather((written, self._used), "list the files"))
+        if not any(used):  # DeepSpeed's save_16bit_model begins a checkpoint and writes beside it: what is there stays
+            self.abandon()
+            return
         self._together("write the manifest", lambda: self._write_manifest(written), self.staged / manifest.NAME,
                        by=self._ranks.rank == 0, undo=self.abandon)
         # Rank 0 first: where all see one file system, nothing is left for the leaders of other nodes.
