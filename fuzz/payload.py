@@ -10,6 +10,7 @@ import pickle
 import random
 import struct
 import sys
+import threading
 import warnings
 import zlib
 from contextlib import nullcontext
@@ -265,9 +266,41 @@ def seeds(folder: Path) -> None:
         (folder / f"seed-{codec}-file").write_bytes(file.getvalue())
 
 
+def keep(found: Path, folder: Path) -> None:
+    """Copy to the corpus those of `found`, small ones first, that take a step from line to line which no kept one takes."""
+    taken, steps = set(), set()
+
+    def trace(frame, event, argument):
+        name, last = frame.f_code.co_filename, 0
+        if "/ds_nvcomp/" not in name:
+            return None
+
+        def local(frame, event, argument):
+            nonlocal last
+            steps.add((name, last, frame.f_lineno))
+            last = frame.f_lineno
+            return local
+        return local
+
+    threading.settrace(trace)
+    for path in sorted(folder.iterdir()) + sorted(found.iterdir(), key=lambda path: path.stat().st_size):
+        steps.clear()
+        sys.settrace(trace)
+        try:
+            one_input(path.read_bytes())
+        finally:
+            sys.settrace(None)
+        if steps - taken and path.parent != folder:
+            (folder / path.name[:12]).write_bytes(path.read_bytes())
+        taken |= steps
+
+
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--seeds"]:
         seeds(Path(__file__).resolve().parent / "corpus")
+        sys.exit()
+    if sys.argv[1:2] == ["--keep"]:
+        keep(Path(sys.argv[2]), Path(__file__).resolve().parent / "corpus")
         sys.exit()
     atheris.Setup(sys.argv, one_input, custom_mutator=mutate)
     try:

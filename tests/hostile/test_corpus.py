@@ -1,4 +1,4 @@
-"""The fuzzer's corpus through its target, without the fuzzer: every branch that it has found is taken in every run of the tests."""
+"""The fuzzer's corpus through its target, without the fuzzer: what it has found is gone through in every run of the tests."""
 import sys
 from pathlib import Path
 
@@ -53,7 +53,8 @@ def test_the_target_sees_a_decoder_that_is_wrong(target, monkeypatch):
 
     damaged = bytearray(whole)
     damaged[-3] ^= 1
-    for wrong, data, message in ((other, whole, "other bytes"), (refusing, whole, "refused what"), (careless, damaged, "decoded what")):
+    for wrong, data, message in ((other, whole, "other bytes"), (refusing, whole, "refused what"),
+                                 (careless, damaged, "decoded what")):
         monkeypatch.setattr(target, "decode_payload", wrong)
         with pytest.raises(AssertionError, match=message):
             target.one_input(bytes(data))
