@@ -252,7 +252,8 @@ def run(first: int, stop: int, batch: int, tally: Tally) -> Tally:
         while first < stop:
             end = min(first + batch, stop)
             done = subprocess.run([sys.executable, __file__, str(folder), str(first), str(end)], capture_output=True, text=True,
-                                  env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)])})
+                                  env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [
+                                      str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))})
             results = folder / f"results-{first}"
             lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
             began = None
