@@ -233,7 +233,7 @@ def config(file: Annotated[Optional[Path], typer.Argument(metavar="[FILE.json]",
 @_command
 def demo(out: Annotated[Optional[Path], typer.Option(metavar="DIR", show_default=False, help="Where to write; a temporary "
                                                                                              "one if left out.")] = None,
-         steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 40,
+         steps: Annotated[int, typer.Option(min=12, help="Training steps.")] = 40,
          device: Annotated[Device, typer.Option(help="Where to train and encode.")] = Device.auto,
          ranks: Annotated[int, typer.Option(min=1, help="Processes to train with.")] = 2,
          keep: Annotated[bool, typer.Option("--keep", help="Keep the checkpoints that it writes.")] = False):
