@@ -174,8 +174,8 @@ def test_demo_passes_its_options_on(monkeypatch, tmp_path):
     module.run = lambda **kwargs: calls.append(kwargs) or 3
     monkeypatch.setitem(sys.modules, "ds_nvcomp.demo", types.ModuleType("ds_nvcomp.demo"))
     monkeypatch.setitem(sys.modules, "ds_nvcomp.demo.main", module)
-    assert run("demo", "--out", tmp_path, "--steps", 5, "--device", "cpu", "--ranks", 1, "--keep").exit_code == 3
-    assert calls == [dict(out=tmp_path, steps=5, device="cpu", ranks=1, keep=True)]
+    assert run("demo", "--out", tmp_path, "--steps", 15, "--device", "cpu", "--ranks", 1, "--keep").exit_code == 3
+    assert calls == [dict(out=tmp_path, steps=15, device="cpu", ranks=1, keep=True)]
 
 
 def test_as_a_process(path):
