@@ -30,12 +30,17 @@ class Container:
         self.checksums: dict[str, tuple[int, int]] = {}  # bytes and CRC-32 of each entry
         self._entries: list[tuple[bytes, int, int, int]] = []  # name, local header offset, bytes, crc
 
-    def add(self, name: str, parts: Sequence) -> int:
-        """Append the entry `root/name` made of buffers that follow one another; returns where its data starts."""
+    def add(self, name: str, parts: Sequence, crc: int | None = None) -> int:
+        """Append the entry `root/name` made of buffers that follow one another; returns where its data starts.
+
+        `crc` is their CRC-32 where the caller knows it already.
+        """
         parts = [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes]
-        size, crc = sum(part.nbytes for part in parts), 0
-        for part in parts:
-            crc = crc32(part, crc)
+        size = sum(part.nbytes for part in parts)
+        if crc is None:
+            crc = 0
+            for part in parts:
+                crc = crc32(part, crc)
         path = f"{self._root}/{name}".encode()
         extra = struct.pack("<HHQQ", _ZIP64_ID, 16, size, size) if size >= _MAX32 else b""
         padding = -(self._end + _LOCAL.size + len(path) + len(extra) + 4) % ALIGN

@@ -14,7 +14,7 @@ from torch.serialization import location_tag
 
 from ..config import Config
 from ..encoding import transforms
-from ..pipeline import Source, encode
+from ..pipeline import Payload, Source, encode
 from . import files, pickler, seal
 from .container import Container
 from .storage import describe
@@ -81,7 +81,7 @@ def _write(obj, write_at, config, root, protocol, progress, room=lambda nbytes: 
     payloads = dict(zip(map(id, worth), encode(sources, config, progress or (lambda raw_bytes: None))))
 
     zipped = Container(write_at, root)
-    records: dict[str, list] = {}
+    records = {}  # what goes into the zip as data/KEY: a Payload, a Span or bytes
     entries: dict[int, list[pickler.Entry]] = {}
     plain_keys: dict[int, str] = {}
     keep = []  # storages met in the second pass only stay alive, so that their identity is not reused
@@ -89,7 +89,7 @@ def _write(obj, write_at, config, root, protocol, progress, room=lambda nbytes: 
     def plain(storage):
         if storage._cdata not in plain_keys:
             plain_keys[storage._cdata] = str(len(records))
-            records[plain_keys[storage._cdata]] = [_host_bytes(storage)]
+            records[plain_keys[storage._cdata]] = _host_bytes(storage)
             keep.append(storage)
         return plain_keys[storage._cdata]
 
@@ -100,17 +100,20 @@ def _write(obj, write_at, config, root, protocol, progress, room=lambda nbytes: 
             entry = pickler.Entry(str(len(records)), span.dtype, span.nbytes, location_tag(span.storage), span.start, span.stop)
             if payload is not None:  # also where it did not shrink: its checksums are worth more than its 0.01 %
                 entry.nbytes, entry.meta = payload.nbytes, describe(span.dtype, payload, span.name)
-                records[entry.key] = payload.parts
+                records[entry.key] = payload
             else:
-                records[entry.key] = [span]
+                records[entry.key] = span
             entries[key].append(entry)
 
     room(sum(payload.nbytes for payload in payloads.values()))
     data = pickler.dump(obj, protocol, entries, plain)
     # No `.format_version`: it promises torch.save's own order and sizes of records, from which torch may compute their offsets.
     zipped.add("byteorder", [b"little"])
-    for key, parts in records.items():
-        zipped.add(f"data/{key}", [_host_bytes(part) if isinstance(part, pickler.Span) else part for part in parts])
+    for key, record in records.items():
+        if isinstance(record, Payload):
+            zipped.add(f"data/{key}", record.parts, record.checksum())
+        else:
+            zipped.add(f"data/{key}", [_host_bytes(record) if isinstance(record, pickler.Span) else record])
     zipped.add("data.pkl", [data])
     zipped.add("version", [b"3\n"])
     guarded = {f"data/{entry.key}" for spans in entries.values() for entry in spans if entry.meta is not None}

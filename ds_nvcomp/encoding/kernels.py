@@ -8,6 +8,7 @@ import cupy
 import numpy as np
 import torch
 
+from .checksums import ONE, POLYNOMIAL
 from .transforms import Transform
 
 THREADS = 256
@@ -98,9 +99,9 @@ def checksum(stream, data, offsets, lengths, crc) -> None:
 def _crc_tables(device: int):
     """Multiplication by x^(32 * THREADS), byte by byte, and x^(32 * (THREADS - t)) for each thread t; reflected, mod CRC-32's P."""
     def times_x(a):
-        return a >> 1 ^ (0xEDB88320 if a & 1 else 0)
+        return a >> 1 ^ (POLYNOMIAL if a & 1 else 0)
 
-    power, powers = 1 << 31, []           # x^0
+    power, powers = ONE, []
     for _ in range(THREADS):
         for _ in range(32):
             power = times_x(power)

@@ -4,7 +4,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Sequence
 
-from ..encoding import format
+import numpy as np
+from isal.isal_zlib import crc32
+
+from ..encoding import checksums, format
 from ..encoding.codecs import CodecId
 from ..encoding.transforms import Transform
 
@@ -36,6 +39,11 @@ class Payload:
     def crc(self) -> int:
         """The checksum that ends the header."""
         return int.from_bytes(self.parts[0][format.HEADER.size - 4:format.HEADER.size], "little")
+
+    def checksum(self) -> int:
+        """CRC-32 of the whole payload, from those of its chunks: its bytes need not be read for it."""
+        crcs = np.concatenate([[crc32(self.parts[0])], self.table.crc]).astype(np.uint32)
+        return checksums.join(crcs, np.concatenate([[len(self.parts[0])], self.table.chunk_bytes]))
 
     @classmethod
     def assemble(cls, source: Source, codec: CodecId, chunk_elements: int, table: format.Table, data: Sequence) -> "Payload":
