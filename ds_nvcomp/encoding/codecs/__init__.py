@@ -74,8 +74,8 @@ def cpu(codec: CodecId) -> CpuCodec:
     if codec.cpu is None:
         raise CodecUnavailableError(
             f"Codec {codec.name!r} runs on an NVIDIA GPU only, and no usable one was found here (it takes torch with CUDA, and "
-            "`pip install ds_nvcomp[cu13]` or [cu12] for CuPy and nvCOMP). Load this file on a machine with a GPU, or convert it "
-            "there with `ds-nvcomp pack --codec deflate`, which every machine reads.")
+            "`pip install ds_nvcomp[cu13]` or [cu12] for CuPy and nvCOMP). To save here, choose codec 'deflate'. To read a file "
+            "that has it, load it on a machine with a GPU, or convert it there with `ds-nvcomp pack --codec deflate`.")
     try:
         return importlib.import_module(f".{codec.cpu}", __name__)
     except ImportError as err:
