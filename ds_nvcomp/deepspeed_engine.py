@@ -18,6 +18,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 
 from .archive import SaveReport, load
 from .archive.writer import save, write
+from .checkpoint import STATES_SUFFIX
 from .checkpoint.commit import Commit
 from .checkpoint.ranks import Ranks
 from .config import Config
@@ -25,7 +26,6 @@ from .errors import CommitError, ConfigError, DsNvcompError, SaveError, Unsuppor
 from .log import logger
 
 BLOCK = "nvcomp_checkpoint"
-COMPRESSED_SUFFIX = "_states.pt"  # what DeepSpeed reads back; other names, such as save_16bit_model's, are for other readers
 
 
 class NvcompCheckpointEngine(CheckpointEngine):
@@ -80,7 +80,7 @@ class NvcompCheckpointEngine(CheckpointEngine):
         """Write one file. A failure is kept until `commit`, where all ranks learn of it; raising here would hang the others."""
         try:
             target = self._commit.stage(path) if self._commit is not None else None
-            if not str(path).endswith(COMPRESSED_SUFFIX):
+            if not str(path).endswith(STATES_SUFFIX):
                 _save_plain(state_dict, target or Path(path))
             elif target is not None:
                 report = write(state_dict, target, self.config, root=target.stem)

@@ -11,14 +11,14 @@ from typing import Callable, Sequence
 from isal.isal_zlib import crc32
 
 ALIGN = 64  # torch/csrc/serialize: kFieldAlignment; what lets torch.load(mmap=True) hand out aligned tensors
-_LOCAL = struct.Struct("<4sHHHHHIIIHH")
-_CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
-_END64 = struct.Struct("<4sQHHIIQQQQ")
-_LOCATOR64 = struct.Struct("<4sIQI")
-_END = struct.Struct("<4sHHHHIIH")
-_ZIP64_ID, _PADDING_ID = 1, 0x4246  # "FB", torch's own padding field
+LOCAL = struct.Struct("<4sHHHHHIIIHH")
+CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
+END64 = struct.Struct("<4sQHHIIQQQQ")
+LOCATOR64 = struct.Struct("<4sIQI")
+END = struct.Struct("<4sHHHHIIH")
+ZIP64_ID, _PADDING_ID = 1, 0x4246  # "FB", torch's own padding field
 _DATE_1980 = 0x21                   # no clock in the file: the same input gives the same bytes
-_MAX32, _MAX16 = 0xFFFFFFFF, 0xFFFF
+MAX32, MAX16 = 0xFFFFFFFF, 0xFFFF
 
 
 class Container:
@@ -42,11 +42,11 @@ class Container:
             for part in parts:
                 crc = crc32(part, crc)
         path = f"{self._root}/{name}".encode()
-        extra = struct.pack("<HHQQ", _ZIP64_ID, 16, size, size) if size >= _MAX32 else b""
-        padding = -(self._end + _LOCAL.size + len(path) + len(extra) + 4) % ALIGN
+        extra = struct.pack("<HHQQ", ZIP64_ID, 16, size, size) if size >= MAX32 else b""
+        padding = -(self._end + LOCAL.size + len(path) + len(extra) + 4) % ALIGN
         extra += struct.pack("<HH", _PADDING_ID, padding) + b"Z" * padding
-        size32 = min(size, _MAX32)
-        header = _LOCAL.pack(b"PK\3\4", 45 if size >= _MAX32 else 20, 1 << 11, 0, 0, _DATE_1980, crc, size32, size32,
+        size32 = min(size, MAX32)
+        header = LOCAL.pack(b"PK\3\4", 45 if size >= MAX32 else 20, 1 << 11, 0, 0, _DATE_1980, crc, size32, size32,
                              len(path), len(extra)) + path + extra
         self._write(self._end, [header, *parts])
         self._entries.append((path, self._end, size, crc))
@@ -60,17 +60,17 @@ class Container:
         all of the entries: it covers their names, places, sizes and checksums."""
         directory = []
         for path, offset, size, crc in self._entries:
-            wide = [value for value in (*((size, size) if size >= _MAX32 else ()), *((offset,) if offset >= _MAX32 else ()))]
-            extra = struct.pack(f"<HH{len(wide)}Q", _ZIP64_ID, 8 * len(wide), *wide) if wide else b""
+            wide = [value for value in (*((size, size) if size >= MAX32 else ()), *((offset,) if offset >= MAX32 else ()))]
+            extra = struct.pack(f"<HH{len(wide)}Q", ZIP64_ID, 8 * len(wide), *wide) if wide else b""
             version = 45 if wide else 20
-            directory.append(_CENTRAL.pack(b"PK\1\2", version, version, 1 << 11, 0, 0, _DATE_1980, crc, min(size, _MAX32),
-                                           min(size, _MAX32), len(path), len(extra), 0, 0, 0, 0, min(offset, _MAX32)) + path + extra)
+            directory.append(CENTRAL.pack(b"PK\1\2", version, version, 1 << 11, 0, 0, _DATE_1980, crc, min(size, MAX32),
+                                           min(size, MAX32), len(path), len(extra), 0, 0, 0, 0, min(offset, MAX32)) + path + extra)
         start, size, count = self._end, sum(map(len, directory)), len(directory)
         tail = directory
-        if start >= _MAX32 or size >= _MAX32 or count >= _MAX16:
-            tail += [_END64.pack(b"PK\6\6", _END64.size - 12, 45, 45, 0, 0, count, count, size, start),
-                     _LOCATOR64.pack(b"PK\6\7", 0, start + size, 1)]
-        tail += [_END.pack(b"PK\5\6", 0, 0, min(count, _MAX16), min(count, _MAX16), min(size, _MAX32), min(start, _MAX32), 0)]
+        if start >= MAX32 or size >= MAX32 or count >= MAX16:
+            tail += [END64.pack(b"PK\6\6", END64.size - 12, 45, 45, 0, 0, count, count, size, start),
+                     LOCATOR64.pack(b"PK\6\7", 0, start + size, 1)]
+        tail += [END.pack(b"PK\5\6", 0, 0, min(count, MAX16), min(count, MAX16), min(size, MAX32), min(start, MAX32), 0)]
         end = b"".join(tail)
         self._write(start, [end])
         self._end = start + len(end)

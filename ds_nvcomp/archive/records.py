@@ -12,16 +12,11 @@ from dataclasses import dataclass
 from typing import Iterator
 
 from ..errors import ArchiveError, DsNvcompError, TruncatedError
+from .container import CENTRAL, END, END64, LOCAL, LOCATOR64, MAX16, MAX32, ZIP64_ID
 
 SLICE = 8 << 20  # bytes read at a time
-_LOCAL = struct.Struct("<4sHHHHHIIIHH")
-_CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
-_END64 = struct.Struct("<4sQHHIIQQQQ")
-_LOCATOR64 = struct.Struct("<4sIQI")
-_END = struct.Struct("<4sHHHHIIH")
 _IS_DIRECTORY = 1 << 4  # of the DOS attributes
 _SIZES_FOLLOW = 1 << 3  # flag of entries whose checksum and sizes come behind the data; torch's own writer sets it
-_ZIP64_ID, _MAX32, _MAX16 = 1, 0xFFFFFFFF, 0xFFFF
 
 
 @dataclass(frozen=True)
@@ -117,29 +112,29 @@ class Records:
 
     def _check_directory(self, infos) -> None:
         """What zipfile passes over in the directory and its end, and torch's reader does not. No byte is left unexplained."""
-        end = self.bytes - len(self._zip.comment) - _END.size
+        end = self.bytes - len(self._zip.comment) - END.size
         start = at = self._zip.start_dir
         where = "The zip directory"
         wrong = ArchiveError("The zip directory contradicts itself. The file is damaged; restore it from a copy.")
         for info in infos:
-            fields = _CENTRAL.unpack(self.read_at(at, _CENTRAL.size, where))
+            fields = CENTRAL.unpack(self.read_at(at, CENTRAL.size, where))
             name_bytes, extra_bytes, comment_bytes, disk, _, attributes = fields[10:16]
             # An entry that is marked as a directory is read by torch as memory that nobody has written to.
             if fields[0] != b"PK\1\2" or comment_bytes or disk or attributes & _IS_DIRECTORY:
                 raise wrong
-            at += _CENTRAL.size + name_bytes + extra_bytes
+            at += CENTRAL.size + name_bytes + extra_bytes
         count, size = len(infos), at - start
-        if at + _END64.size + _LOCATOR64.size == end:
-            record = _END64.unpack(self.read_at(at, _END64.size, where))
-            if (record[0], record[1], *record[4:]) != (b"PK\6\6", _END64.size - 12, 0, 0, count, count, size, start) or \
-                    _LOCATOR64.unpack(self.read_at(at + _END64.size, _LOCATOR64.size, where)) != (b"PK\6\7", 0, at, 1):
+        if at + END64.size + LOCATOR64.size == end:
+            record = END64.unpack(self.read_at(at, END64.size, where))
+            if (record[0], record[1], *record[4:]) != (b"PK\6\6", END64.size - 12, 0, 0, count, count, size, start) or \
+                    LOCATOR64.unpack(self.read_at(at + END64.size, LOCATOR64.size, where)) != (b"PK\6\7", 0, at, 1):
                 raise wrong
-            most = (b"PK\5\6", *[_MAX16] * 4, _MAX32, _MAX32)  # what may be said in place of a value that the wide record has
+            most = (b"PK\5\6", *[MAX16] * 4, MAX32, MAX32)  # what may be said in place of a value that the wide record has
         elif at == end:
             most = ()
         else:
             raise wrong
-        found = _END.unpack(self.read_at(end, _END.size, where))[:7]
+        found = END.unpack(self.read_at(end, END.size, where))[:7]
         if any(value != right and value not in most[i:i + 1]
                for i, (value, right) in enumerate(zip(found, (b"PK\5\6", 0, 0, count, count, size, start)))):
             raise wrong
@@ -149,11 +144,11 @@ class Records:
         damaged = "The file is damaged; restore it from a copy."
         if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or info.flag_bits & 1:
             raise ArchiveError(f"{where} is compressed or encrypted in a way that torch.load does not read. {damaged}")
-        head = self.read_at(info.header_offset, _LOCAL.size, where)
-        (magic, version, flags, method, time, date, crc, packed, size, name_bytes, extra_bytes) = _LOCAL.unpack(head)
+        head = self.read_at(info.header_offset, LOCAL.size, where)
+        (magic, version, flags, method, time, date, crc, packed, size, name_bytes, extra_bytes) = LOCAL.unpack(head)
         if magic != b"PK\3\4":
             raise ArchiveError(f"{where} should start at byte {info.header_offset}; there is no zip header. {damaged}")
-        tail = self.read_at(info.header_offset + _LOCAL.size, name_bytes + extra_bytes, where)
+        tail = self.read_at(info.header_offset + LOCAL.size, name_bytes + extra_bytes, where)
         try:
             local_name = tail[:name_bytes].decode("utf-8" if flags & 0x800 else "cp437")
         except UnicodeDecodeError:
@@ -166,7 +161,7 @@ class Records:
         if expected != found:
             raise ArchiveError(f"{where} is described as {expected} in the zip directory and as {found} where it starts. "
                                f"{damaged}")
-        start = info.header_offset + _LOCAL.size + name_bytes + extra_bytes
+        start = info.header_offset + LOCAL.size + name_bytes + extra_bytes
         stored = info.compress_type == zipfile.ZIP_STORED
         if start + info.compress_size > self.bytes:
             raise TruncatedError(f"{where} should be {info.compress_size} bytes from byte {start}; the file has "
@@ -222,7 +217,7 @@ def _zip64(extra: bytes, size: int, packed: int):
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<HH", extra, at)
-        if kind == _ZIP64_ID and length >= 16 and at + 20 <= len(extra) and size == packed == _MAX32:
+        if kind == ZIP64_ID and length >= 16 and at + 20 <= len(extra) and size == packed == MAX32:
             size, packed = struct.unpack_from("<QQ", extra, at + 4)
         at += 4 + length
     return packed, size

@@ -12,12 +12,12 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from ..encoding import codecs, format, transforms
+from ..encoding import codecs, format
 from ..encoding.codecs import CodecId
 from ..errors import ArchiveError, ChecksumError, DsNvcompError, HeaderError, TableError, TruncatedError, UnsupportedVersionError
 from . import seal
 from .records import Records
-from .storage import META_VERSION
+from .storage import META_VERSION, check_header
 from .symbolic import Call, Dict, Global, Items, Persistent, read as read_pickle
 
 MAX_PICKLE_BYTES = 1 << 30  # tensors are outside the pickle: what is in it are names, sizes and settings
@@ -335,13 +335,7 @@ class _Walk:
         stored = Stored(record.name, location, meta_dtype, raw_bytes, record.size, True, name)
         try:
             encoding = self._encoding(record, meta)
-            header = encoding.header
-            if header.raw_bytes != raw_bytes or header.transform is not transforms.for_dtype(meta_dtype):
-                raise HeaderError(f"The payload holds {header.raw_bytes} bytes by {header.transform.name}, the pickle "
-                                  f"expects {raw_bytes} bytes of {meta_dtype}. The file is damaged; restore it from a copy.")
-            if header.crc != meta.get("crc"):
-                raise ChecksumError(f"The payload's header has checksum {header.crc:#010x}, the pickle expects {meta.get('crc')!r}: it "
-                                    "is another tensor's. The file is damaged; restore it from a copy.")
+            check_header(encoding.header, meta)
         except DsNvcompError as err:
             self.records.problem(err.at(tensor=name))
             return stored

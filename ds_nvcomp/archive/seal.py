@@ -52,9 +52,13 @@ def read_seal(record: bytes) -> dict[str, tuple[int, int]]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as err:
         raise ArchiveError(f"The seal is not what ds_nvcomp writes ({type(err).__name__}). The file is damaged.") from err
     if not known:
-        raise UnsupportedVersionError(f"The file is sealed in version {seal['version']!r}; this ds_nvcomp reads version {VERSION}. "
-                                      "Install a ds_nvcomp that is at least as new as the one that wrote it.")
+        raise _unsupported(seal["version"])
     return records
+
+
+def _unsupported(version) -> UnsupportedVersionError:
+    return UnsupportedVersionError(f"The file is sealed in version {version!r}; this ds_nvcomp reads version {VERSION}. "
+                                   "Install a ds_nvcomp that is at least as new as the one that wrote it.")
 
 
 def check_seal(version: int) -> None:
@@ -64,8 +68,7 @@ def check_seal(version: int) -> None:
     unpickles, and has to verify by itself (`ds-nvcomp verify`).
     """
     if version != VERSION:
-        raise UnsupportedVersionError(f"The file is sealed in version {version!r}; this ds_nvcomp reads version {VERSION}. "
-                                      "Install a ds_nvcomp that is at least as new as the one that wrote it.")
+        raise _unsupported(version)
     reader, file = _reader()
     if reader is None:
         return

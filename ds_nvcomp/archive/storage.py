@@ -9,6 +9,7 @@ import torch
 
 from .. import __version__
 from ..encoding import transforms
+from ..encoding.format import Header
 from ..errors import ChecksumError, DsNvcompError, HeaderError, UnsupportedVersionError
 from ..pipeline import Payload, decode_payload, parse_payload
 
@@ -20,8 +21,23 @@ def describe(dtype: torch.dtype, payload: Payload, name: str) -> dict:
 
     `crc` is the header's checksum. Through the table's, it covers every chunk: no other payload can be put in this one's place.
     """
-    return {"version": META_VERSION, "dtype": str(dtype).removeprefix("torch."), "bytes": payload.header.raw_bytes,
+    return {"version": META_VERSION, "dtype": dtype_name(dtype), "bytes": payload.header.raw_bytes,
             "crc": payload.crc, "name": name, "by": f"ds_nvcomp {__version__}"}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`bfloat16` for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def check_header(header: Header, meta: dict) -> None:
+    """Raise `HeaderError` or `ChecksumError` unless `header` is that of the payload which `meta` describes."""
+    if header.raw_bytes != meta["bytes"] or header.transform is not transforms.for_dtype(meta["dtype"]):
+        raise HeaderError(f"The payload holds {header.raw_bytes} bytes by {header.transform.name}, the pickle expects "
+                          f"{meta['bytes']} bytes of {meta['dtype']}. The file is damaged; restore it from a copy.")
+    if header.crc != meta.get("crc"):
+        raise ChecksumError(f"The payload's header has checksum {header.crc:#010x}, the pickle expects {meta.get('crc')!r}: it "
+                            "is another tensor's. The file is damaged; restore it from a copy.")
 
 
 def storage_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -45,13 +61,7 @@ def unpack(payload: torch.storage.TypedStorage, meta: dict) -> torch.storage.Typ
         else:
             data = torch.empty(0, dtype=torch.uint8, device=stored.device).set_(stored, 0, (stored.nbytes(),), (1,))
             parsed = parse_payload(data)
-            header = parsed[0]
-            if header.raw_bytes != nbytes or header.transform is not transforms.for_dtype(meta["dtype"]):
-                raise HeaderError(f"The payload holds {header.raw_bytes} bytes by {header.transform.name}, the pickle expects "
-                                  f"{nbytes} bytes of {meta['dtype']}. The file is damaged; restore it from a copy.")
-            if header.crc != meta.get("crc"):
-                raise ChecksumError(f"The payload's header has checksum {header.crc:#010x}, the pickle expects {meta.get('crc')!r}: it "
-                                    "is another tensor's. The file is damaged; restore it from a copy.")
+            check_header(parsed[0], meta)
             decoded = decode_payload(data, parsed).untyped_storage()
         return torch.storage.TypedStorage(wrap_storage=decoded, dtype=storage_dtype(dtype), _internal=True)
     except DsNvcompError as err:

@@ -17,7 +17,7 @@ from ..encoding import transforms
 from ..pipeline import Payload, Source, encode
 from . import files, pickler, seal
 from .container import Container
-from .storage import describe
+from .storage import describe, dtype_name
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def _write(obj, write_at, config, root, protocol, progress, room=lambda nbytes: 
     began = time.perf_counter()
     plan = pickler.collect(obj)
     worth = [span for span in plan.all_spans() if span.nbytes >= config.min_bytes]
-    sources = [Source(span.data, transforms.for_dtype(_dtype_name(span.dtype)), span.name) for span in worth]
+    sources = [Source(span.data, transforms.for_dtype(dtype_name(span.dtype)), span.name) for span in worth]
     payloads = dict(zip(map(id, worth), encode(sources, config, progress or (lambda raw_bytes: None))))
 
     zipped = Container(write_at, root)
@@ -121,10 +121,6 @@ def _write(obj, write_at, config, root, protocol, progress, room=lambda nbytes: 
     stored, digest = zipped.close()
     raw = sum(span.nbytes for span in plan.all_spans()) + sum(storage.nbytes() for storage in keep)
     return SaveReport(raw, stored, time.perf_counter() - began, digest)
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _host_bytes(storage):

@@ -19,7 +19,7 @@ from typing import Callable
 from ..archive import files
 from ..errors import DirectoryError, DsNvcompError
 from ..log import logger
-from . import manifest
+from . import STATES_SUFFIX, manifest
 from .exchange import exchange
 from .ranks import Ranks
 
@@ -88,7 +88,8 @@ class Commit:
     def finish(self, failure: Exception | None, latest: str | None, written: dict[str, tuple[int, int]]) -> None:
         """Publish if no rank has a `failure`; then let `save_dir/latest` name `latest` if given. Raises `CommitError` on all ranks.
 
-        Where no rank has staged a file, nothing is published. `written` are the staged files of this rank for the manifest: {path: (bytes, digest)}.
+        Where no rank has staged a file, nothing is published. `written` are the staged files of this rank for the manifest:
+        {path: (bytes, digest)}.
         """
         def durable():
             if failure is not None:
@@ -149,7 +150,7 @@ class Commit:
             inside = Path(directory).relative_to(self.final)
             for name in names:
                 target = self.staged / inside / name
-                if not name.endswith("_states.pt") and name != manifest.NAME and not target.exists():
+                if not name.endswith(STATES_SUFFIX) and name != manifest.NAME and not target.exists():
                     target.parent.mkdir(parents=True, exist_ok=True)
                     os.link(Path(directory) / name, target, follow_symlinks=False)
 

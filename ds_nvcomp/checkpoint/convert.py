@@ -23,9 +23,9 @@ from ..archive.records import is_torch_zip
 from ..archive.scan import scan
 from ..config import Config
 from ..errors import ArchiveError, DirectoryError, DsNvcompError
-from . import manifest
+from . import STATES_SUFFIX, manifest
 from .exchange import exchange
-from .verify import STATES_SUFFIX, TORCH_SUFFIXES
+from .verify import TORCH_SUFFIXES
 
 
 @dataclass

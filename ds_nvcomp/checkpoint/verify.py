@@ -18,12 +18,10 @@ from isal.isal_zlib import crc32
 
 from ..archive.records import SLICE, Record, Records
 from ..archive.scan import Encoding, FileScan, Items, Stored, scan_records
-from ..encoding.format import aligned
-from ..errors import ArchiveError, ChecksumError, CodecUnavailableError, DirectoryError, DsNvcompError, TruncatedError
-from . import manifest
+from ..errors import ArchiveError, ChecksumError, CodecUnavailableError, DirectoryError, DsNvcompError
+from . import STATES_SUFFIX, manifest
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
-STATES_SUFFIX = "_states.pt"
 LEGACY_START = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19\x2e"  # torch.save before 1.6: no checksums to verify
 
 
