@@ -145,21 +145,22 @@ class _Encoder:
         tile_chunks, slots = self._slots(count)
         tiles = [self.chunks[at:at + tile_chunks] for at in range(0, count, tile_chunks)]
         tables, buffers, in_flight = [], [], {}
-        for i in range(len(tiles) + SLOTS):
-            if i >= SLOTS:
-                table, buffer = self._collect(in_flight.pop(i - SLOTS))
-                tables.append(table)
-                buffers.append(buffer)
-                progress(int(tiles[i - SLOTS].elements.sum()) * self.transform.width)
-            if i < len(tiles):
-                in_flight[i] = self._launch(slots[i % SLOTS], tiles[i])
-            if 1 <= i <= len(tiles):
-                self._pack(in_flight[i - 1])
-        current = torch.cuda.current_stream(self.device)
-        for stream, slot in zip(_streams(self.device), slots):
-            current.wait_stream(stream)
-            if slot.coder:
-                slot.coder.release()
+        try:
+            for i in range(len(tiles) + SLOTS):
+                if i >= SLOTS:
+                    table, buffer = self._collect(in_flight.pop(i - SLOTS))
+                    tables.append(table)
+                    buffers.append(buffer)
+                    progress(int(tiles[i - SLOTS].elements.sum()) * self.transform.width)
+                if i < len(tiles):
+                    in_flight[i] = self._launch(slots[i % SLOTS], tiles[i])
+                if 1 <= i <= len(tiles):
+                    self._pack(in_flight[i - 1])
+        finally:  # also after a failure: the caller may change the sources, and the work memory must be free for another attempt
+            for stream, slot in zip(_streams(self.device), slots):
+                torch.cuda.current_stream(self.device).wait_stream(stream)
+                if slot.coder:
+                    slot.coder.release()
         return self._assemble(tables, buffers, tile_chunks)
 
     def _slots(self, count):
