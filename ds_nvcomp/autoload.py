@@ -50,7 +50,8 @@ class _Lazy:
         return getattr(archive, self._name)(*args)
 
 
-_SAFE = [(_Lazy(name), f"ds_nvcomp.archive.{name}") for name in ("unpack", "check_seal", "sealed")]
+_SAFE = [(_Lazy(name), f"ds_nvcomp.archive.{known_as}") for known_as, name in (
+    ("unpack", "unpack_untrusted"), ("check_seal", "check_seal"), ("sealed", "sealed"))]
 
 
 def _patch_deepspeed(module) -> None:

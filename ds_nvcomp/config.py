@@ -40,6 +40,7 @@ class Config:
     gpu_memory: int = _key(512 * MIB, "GPU work memory, bytes; what bounds the size of a tile.", at_least=32 * MIB)
     threads: int = _key(0, "CPU threads per process; 0 shares the machine's cores among the processes on it.",
                         at_least=0, at_most=1024)
+    write_threads: int = _key(4, "Threads per file that write to disk.", at_least=1, at_most=256)
     fsync: bool = _key(True, "Make files and directories durable before a checkpoint counts as complete.")
     timeout: float = _key(1800.0, "Seconds the ranks wait for one another at commit before the save fails on all of them.",
                           at_least=1)

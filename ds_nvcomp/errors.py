@@ -3,6 +3,7 @@
     DsNvcompError
     ├── ConfigError                 a configuration key or value is wrong               (also a ValueError)
     ├── CodecUnavailableError       this machine or environment lacks what a codec needs (also a RuntimeError)
+    │   └── UntrustedCodecError     the only decoder of a codec is not safe on bytes from a stranger
     ├── EncodeError                 a tensor could not be encoded
     ├── FormatError                 bytes that were read are not what FORMAT.md says     (also a ValueError)
     │   ├── TruncatedError          fewer bytes than the file itself announces
@@ -24,7 +25,7 @@ and what to do about it.
 from __future__ import annotations
 
 __all__ = [
-    "DsNvcompError", "ConfigError", "CodecUnavailableError", "EncodeError", "FormatError", "TruncatedError", "HeaderError",
+    "DsNvcompError", "ConfigError", "CodecUnavailableError", "UntrustedCodecError", "EncodeError", "FormatError", "TruncatedError", "HeaderError",
     "UnsupportedVersionError", "TableError", "ChecksumError", "DecodeError", "ArchiveError", "CheckpointError", "SaveError",
     "CommitError", "UnsupportedSetupError", "DirectoryError",
 ]
@@ -64,6 +65,10 @@ class ConfigError(DsNvcompError, ValueError):
 
 
 class CodecUnavailableError(DsNvcompError, RuntimeError):
+    pass
+
+
+class UntrustedCodecError(CodecUnavailableError):
     pass
 
 

@@ -110,6 +110,11 @@ def joined(payload) -> np.ndarray:
     return data
 
 
+def in_order(encoded) -> list:
+    """The payloads of an `encode`, in the order of its sources."""
+    return [payload for _, payload in sorted(encoded, key=lambda one: one[0])]
+
+
 class Conformance:
     """Subclasses set `codec` and define `encode` and `decoders`."""
     codec: str

@@ -5,7 +5,7 @@ import zlib
 import numpy as np
 import torch
 
-from conformance import CHUNK_BYTES, joined, make
+from conformance import CHUNK_BYTES, in_order, joined, make
 from ds_nvcomp.config import Config
 from ds_nvcomp.encoding import transforms
 from ds_nvcomp.pipeline import Source, cpu, decode_payload, parse_payload
@@ -18,7 +18,7 @@ FIELDS = {"magic": (0, "8s"), "version": (8, "H"), "features": (10, "H"), "trans
 def payload(dtype="bfloat16", content="normal", elements=2 * CHUNK_BYTES + 33, codec="deflate", chunk_bytes=CHUNK_BYTES) -> bytearray:
     transform = transforms.for_dtype(dtype)
     source = Source(torch.from_numpy(make(dtype, content, elements * transform.width).copy()), transform)
-    [encoded] = cpu.encode([source], Config(codec=codec, chunk_bytes=chunk_bytes))
+    [encoded] = in_order(cpu.encode([source], Config(codec=codec, chunk_bytes=chunk_bytes)))
     return bytearray(joined(encoded).tobytes())
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import torch
 from hypothesis import given, strategies as st
 
-from conformance import CHUNK_BYTES, make
+from conformance import CHUNK_BYTES, in_order, make
 from ds_nvcomp.config import Config
 from ds_nvcomp.encoding import checksums, transforms
 from ds_nvcomp.pipeline import Source, encode
@@ -33,5 +33,5 @@ def test_payloads_know_their_checksum():
     for dtype, content in (("float32", "normal"), ("bfloat16", "squared"), ("float32", "zero"), ("uint8", "random")):
         transform = transforms.for_dtype(dtype)
         raw = torch.from_numpy(make(dtype, content, (3 * CHUNK_BYTES + 33) * transform.width).copy())
-        [payload] = encode([Source(raw, transform)], Config(chunk_bytes=CHUNK_BYTES))
+        [payload] = in_order(encode([Source(raw, transform)], Config(chunk_bytes=CHUNK_BYTES)))
         assert payload.checksum() == zlib.crc32(b"".join(bytes(part) for part in payload.parts)), (dtype, content)

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 import torch
 
-from conformance import CPU_CODECS, Conformance, reference
+from conformance import CPU_CODECS, Conformance, in_order, reference
 from ds_nvcomp.encoding import codecs
 from ds_nvcomp.errors import CodecUnavailableError
 from ds_nvcomp.pipeline import cpu, parse_payload
@@ -18,7 +18,7 @@ def cpu_decode(payload):
 
 class CpuConformance(Conformance):
     def encode(self, sources, config, *progress):
-        return cpu.encode(sources, config, *progress)
+        return in_order(cpu.encode(sources, config, *progress))
 
     def decoders(self):
         return {"cpu": cpu_decode, "reference": reference}

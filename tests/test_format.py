@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings, strategies as st
 
 import payloads
 import reference_decoder
-from conformance import CHUNK_BYTES, joined, make
+from conformance import CHUNK_BYTES, in_order, joined, make
 from ds_nvcomp.config import Config
 from ds_nvcomp.encoding import format, transforms
 from ds_nvcomp.errors import (ChecksumError, CodecUnavailableError, DecodeError, FormatError, HeaderError, TableError, TruncatedError,
@@ -36,7 +36,7 @@ def refused(data, error, match, step):
 
 
 def payload_of(raw, transform=transforms.SPLIT16) -> bytes:
-    [encoded] = cpu.encode([Source(torch.from_numpy(raw), transform)], Config(chunk_bytes=CHUNK_BYTES))
+    [encoded] = in_order(cpu.encode([Source(torch.from_numpy(raw), transform)], Config(chunk_bytes=CHUNK_BYTES)))
     return joined(encoded).tobytes()
 
 
@@ -112,7 +112,7 @@ def test_the_documents_example():
         7f 7d 80 00 00 00 00 00  00 00 00 00 00 00 00 00    40 00 10 00 00 00 00 00  00 00 00 00 00 00 00 00""")
     raw = bytes.fromhex("c0 3f 80 3e 40 40")
     assert payloads.decode(data) == raw == reference_decoder.decode(data)
-    [encoded] = cpu.encode([Source(torch.frombuffer(bytearray(raw), dtype=torch.uint8), transforms.SPLIT16)], Config(codec="none"))
+    [encoded] = in_order(cpu.encode([Source(torch.frombuffer(bytearray(raw), dtype=torch.uint8), transforms.SPLIT16)], Config(codec="none")))
     assert joined(encoded).tobytes() == data
 
 

@@ -1,48 +1,154 @@
-"""Bytes to disk: positional writes that finish what they start, and durability."""
+"""Bytes to disk: parallel positional writes that finish what they start, and durability."""
 from __future__ import annotations
 
+import ctypes
 import errno
+import mmap
 import os
+import threading
+from collections import defaultdict
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Sequence
 
+import numpy as np
+
+_TMPFS_MAGIC = 0x01021994  # statfs(2)
+WINDOW = 8 << 20  # bytes of a file that go to disk at once, from a multiple of it
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 
 
 class Writer:
-    """A new file, written at offsets. On a clean exit it is durable if `fsync`; on an exception it is left for the caller to remove."""
+    """A new file, written at offsets while the caller goes on: a window of it goes to disk, on threads, when all of it is there.
 
-    def __init__(self, path, *, fsync: bool):
-        self.path, self._fsync = Path(path), fsync
+    On a clean exit all of it is written, and durable if `fsync`; on an exception it is left for the caller to remove. Buffers must
+    not change before. Durable files are written past the page cache where the file system allows it (O_DIRECT): what is to be on
+    disk anyway gains nothing from a copy in memory (2.4 against 1.7 GB/s with fsync on the disk of an H200 machine). On tmpfs, where
+    writes to one file wait for one another, windows are mapped (6.9 against 3.5 GB/s).
+    """
+
+    def __init__(self, path, *, fsync: bool, threads: int = 4):
+        self.path, self._fsync, self._threads = Path(path), fsync, threads
+        self._windows: dict[int, list[tuple[int, memoryview]]] = defaultdict(list)
+        self._filled: dict[int, int] = defaultdict(int)
+        self._running: list[Future] = []
+        self._given = self._written = 0
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+        self._direct: int | None = None
+        self._local = threading.local()
 
     def __enter__(self) -> "Writer":
-        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         return self
 
     def __exit__(self, kind, value, trace):
         try:
-            if kind is None and self._fsync:
-                os.fsync(self._fd)
+            if kind is None:
+                for number in sorted(self._windows):
+                    self._write(number, self._windows[number], _plainly)
+                for running in self._running:
+                    running.result()
+                if self._fsync:
+                    os.fsync(self._fd)
         finally:
-            os.close(self._fd)
+            if self._pool is not None:  # none may still write when the caller removes the file
+                self._pool.shutdown(wait=True, cancel_futures=True)
+            for fd in (self._direct, self._fd):
+                if fd is not None:
+                    os.close(fd)
 
     def write_at(self, offset: int, buffers: Sequence) -> None:
-        """Write all of `buffers` one after the other from `offset`; a short write, which is not an error, goes on."""
-        pending = [memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes]
-        while pending:
-            done = os.pwritev(self._fd, pending[:_IOV_MAX], offset)
-            offset += done
-            while pending and done >= pending[0].nbytes:
-                done -= pending.pop(0).nbytes
-            if done:
-                pending[0] = pending[0][done:]
+        """Write all of `buffers` one after the other from `offset`, now or before the end. Raises what an earlier write has raised."""
+        for buffer in buffers:
+            view = memoryview(buffer).cast("B")
+            self._given += view.nbytes
+            while view.nbytes:
+                number, inside = divmod(offset, WINDOW)
+                part = view[:WINDOW - inside]
+                self._windows[number].append((inside, part))
+                self._filled[number] += part.nbytes
+                if self._filled[number] == WINDOW:
+                    self._start(number)
+                offset, view = offset + part.nbytes, view[part.nbytes:]
+
+    def expect_room(self, nbytes: int) -> None:
+        """Raise `OSError` (ENOSPC) if the file system has no room for `nbytes` more: before the time is spent on writing."""
+        status = os.statvfs(self.path.parent)
+        free, nbytes = status.f_bavail * status.f_frsize, nbytes + self._given - self._written
+        if free < nbytes:
+            raise OSError(errno.ENOSPC, f"{nbytes} bytes are to be written, {free} are free", str(self.path))
+
+    def _start(self, number):
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="ds_nvcomp write")
+            self._way = self._best_way()
+        while self._running and self._running[0].done():
+            self._running.pop(0).result()
+        self._running.append(self._pool.submit(self._write, number, self._windows.pop(number), self._way))
+
+    def _best_way(self):
+        """How whole windows are written."""
+        if _file_system(self._fd) == _TMPFS_MAGIC:
+            return _mapped
+        if self._fsync:
+            try:
+                self._direct = os.open(self.path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+                return self._directly
+            except OSError:  # this file system has no such thing
+                pass
+        return _plainly
+
+    def _write(self, number, pieces, way):
+        pieces.sort(key=lambda piece: piece[0])
+        views = [view for _, view in pieces]
+        way(self._fd, views, number * WINDOW + pieces[0][0])
+        with self._lock:
+            self._written += sum(view.nbytes for view in views)
+
+    def _directly(self, fd, views, offset):
+        if not hasattr(self._local, "buffer"):
+            self._local.buffer = np.frombuffer(mmap.mmap(-1, WINDOW), np.uint8)  # aligned, as the kernel asks for
+        _gather(views, self._local.buffer)
+        try:
+            _plainly(self._direct, [self._local.buffer], offset)
+        except OSError as err:
+            if err.errno != errno.EINVAL:  # what a device with larger blocks says
+                raise
+            _plainly(fd, views, offset)
 
 
-def expect_room(path, nbytes: int) -> None:
-    """Raise `OSError` (ENOSPC) if the file system of `path` has less than `nbytes` free: before the time is spent on writing."""
-    status = os.statvfs(Path(path).parent)
-    if status.f_bavail * status.f_frsize < nbytes:
-        raise OSError(errno.ENOSPC, f"{nbytes} bytes are to be written, {status.f_bavail * status.f_frsize} are free", str(path))
+def _gather(views, whole):
+    at = 0
+    for view in views:
+        whole[at:at + view.nbytes] = np.frombuffer(view, np.uint8)  # without the GIL
+        at += view.nbytes
+
+
+def _mapped(fd, views, offset):
+    os.posix_fallocate(fd, offset, WINDOW)  # a full file system says so here, and not by a signal
+    with mmap.mmap(fd, WINDOW, offset=offset) as window:
+        whole = np.frombuffer(window, np.uint8)
+        _gather(views, whole)
+        del whole
+
+
+def _file_system(fd: int) -> int:
+    """`f_type` of statfs(2), which os.statvfs leaves out."""
+    status = (ctypes.c_long * 32)()
+    return status[0] if ctypes.CDLL(None).fstatfs(fd, status) == 0 else 0
+
+
+def _plainly(fd: int, buffers: Sequence, offset: int) -> None:
+    """A short write, which is not an error, goes on."""
+    pending = [memoryview(buffer).cast("B") for buffer in buffers]
+    while pending:
+        done = os.pwritev(fd, pending[:_IOV_MAX], offset)
+        offset += done
+        while pending and done >= pending[0].nbytes:
+            done -= pending.pop(0).nbytes
+        if done:
+            pending[0] = pending[0][done:]
 
 
 def sync_directory(path) -> None:

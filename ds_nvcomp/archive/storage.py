@@ -50,6 +50,23 @@ def unpack(payload: torch.storage.TypedStorage, meta: dict) -> torch.storage.Typ
 
     Raises a `FormatError` for damaged or hostile bytes, `CodecUnavailableError` where the codec cannot run.
     """
+    return _unpack(payload, meta, trusted=True)
+
+
+def unpack_untrusted(payload: torch.storage.TypedStorage, meta: dict) -> torch.storage.TypedStorage:
+    """What weights_only=True finds under the name of `unpack`: the same for bytes from a stranger, by decoders that are safe on them.
+
+    Raises `UntrustedCodecError` besides, for codecs of which there is none.
+    """
+    return _unpack(payload, meta, trusted=False)
+
+
+# The name in the files, whatever becomes of this module. torch knows allowed functions by their names.
+unpack.__module__ = unpack_untrusted.__module__ = "ds_nvcomp.archive"
+unpack_untrusted.__name__ = unpack_untrusted.__qualname__ = "unpack"
+
+
+def _unpack(payload, meta, trusted):
     name = meta.get("name") if isinstance(meta, dict) else None
     try:
         dtype, nbytes = _validate(meta)
@@ -62,13 +79,10 @@ def unpack(payload: torch.storage.TypedStorage, meta: dict) -> torch.storage.Typ
             data = torch.empty(0, dtype=torch.uint8, device=stored.device).set_(stored, 0, (stored.nbytes(),), (1,))
             parsed = parse_payload(data)
             check_header(parsed[0], meta)
-            decoded = decode_payload(data, parsed).untyped_storage()
+            decoded = decode_payload(data, parsed, trusted=trusted).untyped_storage()
         return torch.storage.TypedStorage(wrap_storage=decoded, dtype=storage_dtype(dtype), _internal=True)
     except DsNvcompError as err:
         raise err.at(tensor=name)
-
-
-unpack.__module__ = "ds_nvcomp.archive"  # the name in the files, whatever becomes of this module
 
 
 def _validate(meta) -> tuple[torch.dtype, int]:

@@ -1,7 +1,6 @@
 """`save`: torch.save's contract, compressed."""
 from __future__ import annotations
 
-import functools
 import os
 import secrets
 import stat
@@ -14,7 +13,7 @@ from torch.serialization import location_tag
 
 from ..config import Config
 from ..encoding import transforms
-from ..pipeline import Payload, Source, encode
+from ..pipeline import Source, encode
 from . import files, pickler, seal
 from .container import Container
 from .storage import describe, dtype_name
@@ -67,67 +66,85 @@ def _append(file, buffers) -> None:
 
 
 def write(obj, path, config: Config, *, root: str, pickle_protocol: int = 2, progress=None) -> SaveReport:
-    """Write the archive straight to `path`, truncating what is there; durable when this returns if `config.fsync`."""
-    with files.Writer(path, fsync=config.fsync) as file:
-        return _write(obj, file.write_at, config, root, pickle_protocol, progress, functools.partial(files.expect_room, path))
+    """Write the archive straight to `path`, truncating what is there; durable when this returns if `config.fsync`.
+
+    What is encoded is written while the rest is being encoded.
+    """
+    with files.Writer(path, fsync=config.fsync, threads=config.write_threads) as file:
+        return _write(obj, file.write_at, config, root, pickle_protocol, progress, file.expect_room)
 
 
-def _write(obj, write_at, config, root, protocol, progress, room=lambda nbytes: None):
-    """`room(nbytes)` may refuse to go on when it is known how much will be written at least."""
+@dataclass(frozen=True)
+class Snapshot:
+    """An archive in host memory: `pieces` are (offset, buffers). Nothing of it aliases the object, which may change."""
+    pieces: list
+    report: SaveReport
+    config: Config
+
+    def write(self, path) -> None:
+        """Write it to `path`, truncating what is there; durable when this returns if the configuration says so."""
+        with files.Writer(path, fsync=self.config.fsync, threads=self.config.write_threads) as file:
+            file.expect_room(self.report.stored_bytes)
+            for offset, buffers in self.pieces:
+                file.write_at(offset, buffers)
+
+
+def snapshot(obj, config: Config, *, root: str, pickle_protocol: int = 2) -> Snapshot:
+    """Encode `obj` to host memory. Raises `EncodeError`, `CodecUnavailableError`."""
+    pieces = []
+    report = _write(obj, lambda offset, buffers: pieces.append((offset, buffers)), config, root, pickle_protocol, alias=False)
+    return Snapshot(pieces, report, config)
+
+
+def _write(obj, write_at, config, root, protocol, progress=None, room=lambda nbytes: None, alias=True):
+    """`room(nbytes)` may refuse to go on when it is known how much will be written next. With `alias`, what is handed to `write_at`
+    may be memory of `obj`."""
     began = time.perf_counter()
     plan = pickler.collect(obj)
-    worth = [span for span in plan.all_spans() if span.nbytes >= config.min_bytes]
+    spans = plan.all_spans()
+    worth = [span for span in spans if span.nbytes >= config.min_bytes]
     sources = [Source(span.data, transforms.for_dtype(dtype_name(span.dtype)), span.name) for span in worth]
-    payloads = dict(zip(map(id, worth), encode(sources, config, progress or (lambda raw_bytes: None))))
-
+    entries = {id(span): pickler.Entry(str(key), span.dtype, span.nbytes, location_tag(span.storage), span.start, span.stop)
+               for key, span in enumerate(spans)}
     zipped = Container(write_at, root)
-    records = {}  # what goes into the zip as data/KEY: a Payload, a Span or bytes
-    entries: dict[int, list[pickler.Entry]] = {}
-    plain_keys: dict[int, str] = {}
+    # No `.format_version`: it promises torch.save's own order and sizes of records, from which torch may compute their offsets.
+    zipped.add("byteorder", [b"little"])
+    guarded = set()
+    for i, payload in encode(sources, config, progress or (lambda raw_bytes: None)):
+        # Also what did not shrink is a payload: its checksums are worth more than its 0.01 %.
+        entry = entries[id(worth[i])]
+        entry.nbytes, entry.meta = payload.nbytes, describe(entry.dtype, payload, worth[i].name)
+        room(payload.nbytes)
+        zipped.add(f"data/{entry.key}", payload.parts, payload.checksum())
+        guarded.add(f"data/{entry.key}")
+    for span in spans:
+        if entries[id(span)].meta is None:
+            zipped.add(f"data/{entries[id(span)].key}", [_host_bytes(span, alias)])
+
+    keys: dict[int, str] = {}
     keep = []  # storages met in the second pass only stay alive, so that their identity is not reused
 
     def plain(storage):
-        if storage._cdata not in plain_keys:
-            plain_keys[storage._cdata] = str(len(records))
-            records[plain_keys[storage._cdata]] = _host_bytes(storage)
+        if storage._cdata not in keys:
+            keys[storage._cdata] = str(len(spans) + len(keys))
+            zipped.add(f"data/{keys[storage._cdata]}", [_host_bytes(storage, alias)])
             keep.append(storage)
-        return plain_keys[storage._cdata]
+        return keys[storage._cdata]
 
-    for key, spans in plan.spans.items():
-        entries[key] = []
-        for span in spans:
-            payload = payloads.get(id(span))
-            entry = pickler.Entry(str(len(records)), span.dtype, span.nbytes, location_tag(span.storage), span.start, span.stop)
-            if payload is not None:  # also where it did not shrink: its checksums are worth more than its 0.01 %
-                entry.nbytes, entry.meta = payload.nbytes, describe(span.dtype, payload, span.name)
-                records[entry.key] = payload
-            else:
-                records[entry.key] = span
-            entries[key].append(entry)
-
-    room(sum(payload.nbytes for payload in payloads.values()))
-    data = pickler.dump(obj, protocol, entries, plain)
-    # No `.format_version`: it promises torch.save's own order and sizes of records, from which torch may compute their offsets.
-    zipped.add("byteorder", [b"little"])
-    for key, record in records.items():
-        if isinstance(record, Payload):
-            zipped.add(f"data/{key}", record.parts, record.checksum())
-        else:
-            zipped.add(f"data/{key}", [_host_bytes(record) if isinstance(record, pickler.Span) else record])
+    data = pickler.dump(obj, protocol, {key: [entries[id(span)] for span in group] for key, group in plan.spans.items()}, plain)
     zipped.add("data.pkl", [data])
     zipped.add("version", [b"3\n"])
-    guarded = {f"data/{entry.key}" for spans in entries.values() for entry in spans if entry.meta is not None}
     zipped.add(seal.RECORD, [seal.write_seal({name: check for name, check in zipped.checksums.items() if name not in guarded})])
     stored, digest = zipped.close()
-    raw = sum(span.nbytes for span in plan.all_spans()) + sum(storage.nbytes() for storage in keep)
+    raw = sum(span.nbytes for span in spans) + sum(storage.nbytes() for storage in keep)
     return SaveReport(raw, stored, time.perf_counter() - began, digest)
 
 
-def _host_bytes(storage):
-    """The bytes of a storage or span as a buffer on the host."""
+def _host_bytes(storage, alias):
+    """The bytes of a storage or span as a buffer on the host; with `alias`, that may be its own memory."""
     if isinstance(storage, pickler.Span):
         data = storage.data
     else:
         data = torch.empty(0, dtype=torch.uint8, device=storage.device)
         data = data.set_(storage, 0, (storage.nbytes(),), (1,)) if storage.nbytes() else data
-    return data.cpu().numpy()
+    return data.cpu().numpy() if alias or data.device.type != "cpu" else data.numpy().copy()

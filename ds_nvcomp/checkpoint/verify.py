@@ -223,7 +223,8 @@ def _decode_all(records: Records, scanned: FileScan, tally: Tally) -> None:
         encoding = stored.encoding
         try:
             payload = bytearray(records.read(records.records[stored.record], 0, stored.stored_bytes))
-            decode_payload(torch.frombuffer(payload, dtype=torch.uint8), (encoding.header, encoding.table, encoding.codec))
+            decode_payload(torch.frombuffer(payload, dtype=torch.uint8), (encoding.header, encoding.table, encoding.codec),
+                           trusted=False)
         except CodecUnavailableError:
             tally.not_decoded.append(f"{records.path}: {stored.name}")
         except ChecksumError:

@@ -89,6 +89,13 @@ def compare(stream, a, a_stride: int, b, b_stride: int, sizes, largest: int, dif
             (a, np.uint64(a_stride), b, np.uint64(b_stride), sizes, differ), stream)
 
 
+def ans_stream_bytes(stream, data, offsets, raw_bytes, limits, found) -> None:
+    """`found` (int32 [n]): the bytes of the ANS stream at each of `offsets` (int64 [n]) of `data` by its own head, for a plane of
+    `raw_bytes` (int32 [n]); 0 for one that no encoder makes or that is longer than `limits` (int32 [n])."""
+    _launch("ans_stream_bytes", (-(-len(offsets) // THREADS),),
+            (data, offsets, raw_bytes, limits, found, np.uint32(len(offsets))), stream)
+
+
 def checksum(stream, data, offsets, lengths, crc) -> None:
     """CRC-32 of each `data[offset : offset + length]` (int64 [n], multiples of 16) to `crc` (int32 [n], bits of a uint32)."""
     steps, finals = _crc_tables(stream.device.index)

@@ -2,11 +2,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Iterator
 
 import torch
 
 from ..encoding import codecs, format
-from ..errors import CodecUnavailableError, TableError
+from ..errors import CodecUnavailableError, TableError, UntrustedCodecError
 from . import cpu
 from .available import gpu_missing
 from .payload import Payload, Source
@@ -14,19 +15,21 @@ from .payload import Payload, Source
 __all__ = ["Payload", "Source", "encode", "parse_payload", "decode_payload"]
 
 
-def encode(sources: list[Source], config, progress=lambda raw_bytes: None) -> list[Payload]:
-    """Encode sources, each on the device that the configuration and its bytes suggest; payloads come back in order, on the host.
+def encode(sources: list[Source], config, progress=lambda raw_bytes: None) -> Iterator[tuple[int, Payload]]:
+    """Encode sources, each on the device that the configuration and its bytes suggest, to host memory: (index, payload) as they are
+    done, in any order. A source may change only when all are done.
 
     Raises `EncodeError`, `CodecUnavailableError`.
     """
-    on_gpu = [_encode_on_gpu(source, config) for source in sources]
-    if not any(on_gpu):
-        return cpu.encode([_on_host(source) for source in sources], config, progress)
-    from . import gpu
-    done = iter(gpu.encode([source for source, here in zip(sources, on_gpu) if here], config, progress))
-    left = [_on_host(source) for source, here in zip(sources, on_gpu) if not here]
-    rest = iter(cpu.encode(left, config, progress) if left else ())
-    return [next(done if here else rest) for here in on_gpu]
+    here = {i for i, source in enumerate(sources) if _encode_on_gpu(source, config)}
+    if here:
+        from . import gpu
+        members = sorted(here)
+        for position, payload in gpu.encode([sources[i] for i in members], config, progress):
+            yield members[position], payload
+    members = [i for i in range(len(sources)) if i not in here]
+    for position, payload in cpu.encode([_on_host(sources[i]) for i in members], config, progress):
+        yield members[position], payload
 
 
 def _encode_on_gpu(source: Source, config) -> bool:
@@ -58,14 +61,22 @@ def parse_payload(data: torch.Tensor):
     return header, table, codec
 
 
-def decode_payload(data: torch.Tensor, parsed) -> torch.Tensor:
+def decode_payload(data: torch.Tensor, parsed, *, trusted: bool = True) -> torch.Tensor:
     """Decode a payload on its own device to uint8 [header.raw_bytes]. A codec without a CPU implementation goes through the GPU.
 
-    Raises `ChecksumError`, `DecodeError`, `CodecUnavailableError`.
+    nvCOMP's decoders are not made for hostile streams. With `trusted` false they see only what is checked first: what has a decoder
+    on the CPU is decoded there, wherever it is.
+
+    Raises `ChecksumError`, `DecodeError`, `CodecUnavailableError`, `UntrustedCodecError`.
     """
     header, table, codec = parsed
     coded = bool((table.mode == format.CODED).any())
-    if gpu_missing() is None and (data.is_cuda or coded and codec.cpu is None):
+    if coded and not (trusted or codec.safe):
+        raise UntrustedCodecError(
+            f"The only decoder of codec {codec.name!r}, nvCOMP's, can be made to overwrite GPU memory, so it is not used on a file that is "
+            "not trusted. If you trust this one, load it with weights_only=False, or convert it with `ds-nvcomp pack --codec deflate`.")
+    on_gpu = data.is_cuda or coded and codec.cpu is None
+    if gpu_missing() is None and on_gpu and (trusted or not coded or codec.checked):
         from . import gpu
         return gpu.decode(data, header, table, codec)
     if coded:

@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 import warnings
-from concurrent.futures import Future
+from collections import deque
+from concurrent.futures import Future, wait
+from typing import Iterator
 
 import numpy as np
 from isal.isal_zlib import crc32
@@ -18,32 +20,39 @@ TILE_CHUNKS = 16
 _PADDING = [bytes(n) for n in range(format.ALIGN)]
 
 
-def encode(sources: list[Source], config, progress=lambda raw_bytes: None) -> list[Payload]:
-    """Encode host sources in order. Raises `EncodeError`, `CodecUnavailableError`.
+def encode(sources: list[Source], config, progress=lambda raw_bytes: None) -> Iterator[tuple[int, Payload]]:
+    """Encode host sources: (index, payload) in order. Raises `EncodeError`, `CodecUnavailableError`.
 
     `progress` is called from this thread with raw bytes done.
     """
     codec = codecs.BY_NAME[config.codec]
-    coder = None if codec is codecs.NONE else codecs.cpu(codec)
+    coder = None if codec is codecs.NONE or not sources else codecs.cpu(codec)
     threads = pool(config.threads)
-    running: list[tuple[Source, int, list[Future]]] = []
+    running: deque[tuple[int, list[Future]]] = deque()
     for source in sources:
         per_chunk = chunk_elements(source.transform, codec, config.chunk_bytes)
         raw = source.data.numpy()
         tile = per_chunk * source.transform.width * TILE_CHUNKS
-        running.append((source, per_chunk, [
+        running.append((per_chunk, [
             threads.submit(_encode_tile, source, raw[at:at + tile], per_chunk, coder, config.verifies)
             for at in range(0, len(raw), tile)]))
-    payloads = []
-    for source, per_chunk, tiles in running:
-        done = []
-        for tile in tiles:
-            done.append(tile.result())
-            progress(done[-1][2])
-        table = format.Table(*(np.concatenate([getattr(t[0], column) for t in done], axis=-1)
-                               for column in format.COLUMNS)) if done else format.Table.empty(source.transform, 0)
-        payloads.append(Payload.assemble(source, codec, per_chunk, table, [t[1] for t in done]))
-    return payloads
+    try:
+        for i, source in enumerate(sources):
+            per_chunk, tiles = running[0]
+            done = []
+            for tile in tiles:
+                done.append(tile.result())
+                progress(done[-1][2])
+            running.popleft()  # or it would keep what the caller has written already
+            tiles = tile = None
+            table = format.Table(*(np.concatenate([getattr(t[0], column) for t in done], axis=-1)
+                                   for column in format.COLUMNS)) if done else format.Table.empty(source.transform, 0)
+            yield i, Payload.assemble(source, codec, per_chunk, table, [t[1] for t in done])
+    finally:  # after a failure, or where the caller gives up: nothing may still read the sources
+        for _, tiles in running:
+            for tile in tiles:
+                tile.cancel()
+        wait([tile for _, tiles in running for tile in tiles])
 
 
 def _encode_tile(source, raw, per_chunk, coder, verify):

@@ -1,8 +1,12 @@
-"""Encode and decode on the GPU, tile by tile on two streams of our own.
+"""Encode and decode on the GPU, tile by tile on streams of our own.
 
-A tile is as many chunks as the work memory allows, of any number of storages with the same transform. While the coder works on
-tile i, the sizes of tile i - 1 are read, its pieces packed and copied to the host, and tile i - 2 is collected: the host never waits
-for what it just launched. Per tile there is a fixed number of Python calls, whatever the number of chunks.
+A tile is as many chunks as the work memory allows, of any number of storages with the same transform. Its way:
+
+    split and code (stream of its slot) -> sizes to the host -> pack (same stream) -> copy to pinned memory (the copy stream)
+
+Copies to the host pass one after the other, so reading a few sizes takes as long as the copy before it. Hence the order on the host,
+which leaves the copies no gap: the sizes of tile i are read while i - 2 is copied, then the copy of i - 1, packed already, is
+started, and only then tile i is packed. Per tile there is a fixed number of Python calls, whatever the number of chunks.
 """
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import threading
 import warnings
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from typing import Iterator
 
 import numpy as np
 import torch
@@ -27,37 +32,28 @@ SLOTS = 2
 LEAST_MEMORY = 32 << 20
 MAX_TILE = 256 << 20   # raw bytes; larger ones gain nothing (measured), and the last one leaves the coder idle for longer
 MAX_CHUNKS = 65535     # of a tile: CUDA's limit for the second grid dimension
+SLAB = 64 << 20        # bytes of pinned memory at once: a power of two, so that torch's pool of it has one size to reuse
 
 
-@dataclass
-class _Chunks:
-    """The chunks of all sources with one transform on one device, one after the other: source number, first byte, elements."""
-    source: np.ndarray
-    start: np.ndarray
-    elements: np.ndarray
-
-    def __getitem__(self, part: slice) -> "_Chunks":
-        return _Chunks(self.source[part], self.start[part], self.elements[part])
-
-
-def encode(sources: list[Source], config, progress=lambda raw_bytes: None) -> list[Payload]:
-    """Encode sources on their GPU (host sources on the current one); payloads come back in order, in host memory."""
+def encode(sources: list[Source], config, progress=lambda raw_bytes: None) -> Iterator[tuple[int, Payload]]:
+    """Encode sources on their GPU (host sources on the current one) to pinned host memory: (index, payload) as they are done."""
     groups = defaultdict(list)
     for i, source in enumerate(sources):
         device = source.data.device if source.data.is_cuda else torch.device("cuda", torch.cuda.current_device())
         groups[device, source.transform, source.data.is_cuda].append(i)
-    payloads: dict[int, Payload] = {}
     for (device, transform, _), members in groups.items():
-        payloads.update(zip(members, _encode_within_memory(device, transform, config, [sources[i] for i in members], progress)))
-    return [payloads[i] for i in range(len(sources))]
+        yield from _encode_within_memory(device, transform, config, {i: sources[i] for i in members}, progress)
 
 
-def _encode_within_memory(device, transform, config, sources, progress):
+def _encode_within_memory(device, transform, config, left: dict[int, Source], progress):
     """Encode, with smaller tiles while the GPU has no room for larger ones, and at last on the CPU."""
     codec = codecs.BY_NAME[config.codec]
-    while True:
+    while left:
+        members = list(left)
         try:
-            return _Encoder(device, transform, codec, config, sources).run(progress)
+            for position, payload in enumerate(_Encoder(device, transform, codec, config, list(left.values())).run(progress)):
+                del left[members[position]]
+                yield members[position], payload
         except torch.OutOfMemoryError as err:
             # The failed attempt's work memory is gone with its frame; cached blocks of other sizes may be in the way.
             torch.cuda.empty_cache()
@@ -67,20 +63,24 @@ def _encode_within_memory(device, transform, config, sources, progress):
                 config = replace(config, gpu_memory=smaller)
             elif codec.cpu is not None or codec is codecs.NONE:
                 logger.warning("no GPU memory for the encoder; encoding on the CPU.")
-                return cpu.encode([replace(source, data=source.data.cpu()) for source in sources], config, progress)
+                rest = [replace(source, data=source.data.cpu()) for source in left.values()]
+                for position, payload in cpu.encode(rest, config, progress):
+                    yield members[position], payload
+                return
             else:
                 raise EncodeError(f"The GPU has no {config.gpu_memory >> 20} MiB left for the encoder, and {codec.name} has no CPU "
-                                  "implementation. Leave the encoder more memory, or use codec deflate.", tensor=sources[0].name) from err
+                                  "implementation. Leave the encoder more memory, or use codec deflate.",
+                                  tensor=next(iter(left.values())).name) from err
 
 
 _local = threading.local()
 
 
 def _streams(device: torch.device) -> list[torch.cuda.Stream]:
-    """This thread's streams: made once, since codecs and the allocator's blocks are bound to them."""
+    """This thread's streams, one a slot and one for copies: made once, since codecs and the allocator's blocks are bound to them."""
     cache = _local.__dict__.setdefault("streams", {})
     if device not in cache:
-        cache[device] = [torch.cuda.Stream(device) for _ in range(SLOTS)]
+        cache[device] = [torch.cuda.Stream(device) for _ in range(SLOTS + 1)]
     return cache[device]
 
 
@@ -100,176 +100,289 @@ def _upload(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
 _TORCH = {"uint8": torch.uint8, "int32": torch.int32, "uint32": torch.int32, "int64": torch.int64}
 
 
+class HostStream:
+    """Pinned memory that packed tiles are appended to, in slabs. Bytes live as long as views of them do."""
+
+    def __init__(self, nbytes: int):
+        """For at most `nbytes` bytes."""
+        self._slab = min(SLAB, 1 << max(20, (max(1, nbytes) - 1).bit_length()))
+        self._slabs: dict[int, torch.Tensor] = {}
+        self._end = 0
+
+    def append(self, tile: torch.Tensor) -> None:
+        """Start copying a uint8 device tensor, on the current stream."""
+        at = 0
+        while at < tile.numel():
+            number, inside = divmod(self._end, self._slab)
+            if inside == 0:
+                self._slabs[number] = torch.empty(self._slab, dtype=torch.uint8, device="cpu", pin_memory=True)
+            count = min(tile.numel() - at, self._slab - inside)
+            self._slabs[number][inside:inside + count].copy_(tile[at:at + count], non_blocking=True)
+            at, self._end = at + count, self._end + count
+
+    def take(self, start: int, stop: int) -> list[np.ndarray]:
+        """Views of the bytes [`start`, `stop`), of which nothing before `stop` is asked for again."""
+        parts = []
+        while start < stop:
+            number, inside = divmod(start, self._slab)
+            count = min(stop - start, self._slab - inside)
+            parts.append(self._slabs[number][inside:inside + count].numpy())
+            start += count
+            if inside + count == self._slab:
+                del self._slabs[number]
+        return parts
+
+
 class _Slot:
     """Work memory of one tile in flight."""
 
-    def __init__(self, stream, coder, chunks, plane_stride, coded_stride, out_bytes, staging_bytes):
+    def __init__(self, stream, coder, plane_bytes, coded_bytes, again_bytes, out_bytes, staging_bytes):
         self.stream, self.coder = stream, coder
-        self.plane_stride, self.coded_stride = plane_stride, coded_stride
+        self.copied = None  # the event after which `out` may be written again
         with torch.cuda.stream(stream):
             new = lambda n: torch.empty(n, dtype=torch.uint8, device=stream.device)  # noqa: E731
-            self.planes, self.coded = new(chunks * plane_stride), new(chunks * coded_stride)
+            self.planes, self.coded, self.again = new(plane_bytes), new(coded_bytes), new(again_bytes)
             self.out, self.staging = new(out_bytes), new(staging_bytes)
-        self.host_flags = torch.empty(3 * chunks, dtype=torch.int32, device="cpu", pin_memory=True)
-        self.host_crc, self.host_decoded = (torch.empty(chunks, dtype=torch.int32, device="cpu", pin_memory=True) for _ in range(2))
 
 
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Start the copy of a device tensor to pinned memory."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+@dataclass
+class _Tile:
+    """Chunks `part` of the encoder's list, on their way."""
+    part: slice
+    slot: _Slot
+    batch: nvcomp.Batch | None = None
+    coded_event: torch.cuda.Event | None = None
+    packed_event: torch.cuda.Event | None = None
+    packed_bytes: int = 0
 
 
 class _Encoder:
-    """`deliver` takes a tile's packed chunks away from the device; benchmarks pass one that leaves them there."""
+    """Encodes the sources with one transform on one device. `into` makes what takes the packed tiles away; benchmarks pass one
+    that leaves them on the device."""
 
-    def __init__(self, device, transform, codec, config, sources, deliver=_to_host):
+    def __init__(self, device, transform, codec, config, sources, into=HostStream):
         self.device, self.transform, self.codec, self.config, self.sources = device, transform, codec, config, sources
-        self.deliver = deliver
         self.per_chunk = chunk_elements(transform, codec, config.chunk_bytes)
-        self.chunk_bytes = codec.chunk_bytes if not config.chunk_bytes else config.chunk_bytes
-        self.chunks = self._cut()
+        self.chunk_bytes = transform.planes[0].raw_bytes(self.per_chunk)
+        self._cut()
+        self._taken = 0  # bytes of `host` that payloads have
+        self.host = into(int(self.elements.sum()) * transform.width + len(self.elements) * ALIGN * len(transform.planes))
 
-    def _cut(self) -> _Chunks:
-        columns = []
-        for i, source in enumerate(self.sources):
-            firsts = np.arange(0, source.elements, self.per_chunk, dtype=np.int64)
-            columns.append((np.full(len(firsts), i), firsts * self.transform.width,
-                            np.minimum(source.elements - firsts, self.per_chunk)))
-        return _Chunks(*(np.concatenate(column) for column in zip(*columns)))
+    def _cut(self):
+        """The chunks of all sources, one after the other: source number, first byte and elements of each, int64 [chunks]."""
+        counts = np.array([-(-source.elements // self.per_chunk) for source in self.sources], np.int64)
+        self.firsts = np.concatenate([[0], np.cumsum(counts)])  # chunk number at which each source begins
+        self.source = np.repeat(np.arange(len(counts)), counts)
+        inside = (np.arange(self.firsts[-1]) - self.firsts[self.source]) * self.per_chunk
+        self.start = inside * self.transform.width
+        totals = np.array([source.elements for source in self.sources], np.int64)
+        self.elements = np.minimum(totals[self.source] - inside, self.per_chunk)
+        self.sizes = self.transform.planes[0].raw_bytes(self.elements)
+        self.table = format.Table.empty(self.transform, len(self.elements))
 
-    def run(self, progress) -> list[Payload]:
-        """Payloads of the sources, in order."""
-        for stream in _streams(self.device):
+    def run(self, progress) -> Iterator[Payload]:
+        """Payloads of the sources, in order, as they are done."""
+        *slot_streams, self.copies = streams = _streams(self.device)
+        for stream in streams:
             stream.wait_stream(torch.cuda.current_stream(self.device))
-        count = len(self.chunks.source)
-        tile_chunks, slots = self._slots(count)
-        tiles = [self.chunks[at:at + tile_chunks] for at in range(0, count, tile_chunks)]
-        tables, buffers, in_flight = [], [], {}
+        slots = self._slots(slot_streams)
+        emitted = 0
+        tiles = [_Tile(slice(at, min(at + self.tile_chunks, len(self.elements))), slots[i % SLOTS])
+                 for i, at in enumerate(range(0, len(self.elements), self.tile_chunks))]
         try:
-            for i in range(len(tiles) + SLOTS):
-                if i >= SLOTS:
-                    table, buffer = self._collect(in_flight.pop(i - SLOTS))
-                    tables.append(table)
-                    buffers.append(buffer)
-                    progress(int(tiles[i - SLOTS].elements.sum()) * self.transform.width)
+            self._prepare(tiles)
+            for i in range(len(tiles) + 3):
                 if i < len(tiles):
-                    in_flight[i] = self._launch(slots[i % SLOTS], tiles[i])
+                    self._launch(tiles[i])
                 if 1 <= i <= len(tiles):
-                    self._pack(in_flight[i - 1])
+                    coded = self._coded_sizes(tiles[i - 1])
+                if 2 <= i <= len(tiles) + 1:
+                    self._copy(tiles[i - 2])
+                if 1 <= i <= len(tiles):
+                    self._pack(tiles[i - 1], coded)
+                if i >= 3:
+                    ready = self._collect(tiles[i - 3])
+                    progress(int(self.elements[tiles[i - 3].part].sum()) * self.transform.width)
+                    while emitted < len(self.sources) and self.firsts[emitted + 1] <= ready:
+                        yield self._payload(emitted)
+                        emitted += 1
         finally:  # also after a failure: the caller may change the sources, and the work memory must be free for another attempt
-            for stream, slot in zip(_streams(self.device), slots):
+            for stream in streams:
                 torch.cuda.current_stream(self.device).wait_stream(stream)
+            for slot in slots:
                 if slot.coder:
                     slot.coder.release()
-        return self._assemble(tables, buffers, tile_chunks)
+        while emitted < len(self.sources):  # empty ones at the end
+            yield self._payload(emitted)
+            emitted += 1
 
-    def _slots(self, count):
-        """Chunks per tile and the work memory for it, within the budget."""
+    def _slots(self, streams):
+        """The work memory, within the budget; decides the chunks per tile."""
         coder = [None if self.codec is codecs.NONE else
                  nvcomp.codec_for(self.codec, self.chunk_bytes, stream, exponents=self.transform is not WHOLE)
-                 for stream in _streams(self.device)]
-        plane_stride = int(aligned(self.transform.planes[0].raw_bytes(self.per_chunk)))
-        coded_stride = 0
+                 for stream in streams]
+        self.plane_stride = int(aligned(self.chunk_bytes))
+        self.coded_stride = 0
         if coder[0]:
-            coded_stride = coder[0].slot_bytes(torch.empty(plane_stride, dtype=torch.uint8, device=self.device))
+            self.coded_stride = coder[0].slot_bytes(torch.empty(self.plane_stride, dtype=torch.uint8, device=self.device))
         raw = self.per_chunk * self.transform.width
         out = sum(int(aligned(plane.raw_bytes(self.per_chunk))) for plane in self.transform.planes)
-        staging = 0 if self.sources[0].data.is_cuda else raw + ALIGN
-        per_chunk = plane_stride * (2 if self.config.verifies else 1) + coded_stride + out + staging
-        tile_chunks = max(1, min(self.config.gpu_memory // SLOTS // per_chunk, MAX_TILE // raw, MAX_CHUNKS, count))
-        return tile_chunks, [_Slot(stream, c, tile_chunks, plane_stride, coded_stride, tile_chunks * out, tile_chunks * staging)
-                             for stream, c in zip(_streams(self.device), coder)]
+        self.staged = bool(self.sources) and not self.sources[0].data.is_cuda
+        staging = raw + ALIGN if self.staged else 0
+        again = self.plane_stride if self.config.verifies and coder[0] else 0
+        work = self.plane_stride, self.coded_stride, again, out, staging
+        self.tile_chunks = max(1, min(self.config.gpu_memory // SLOTS // sum(work), MAX_TILE // raw, MAX_CHUNKS, len(self.elements)))
+        return [_Slot(stream, c, *(self.tile_chunks * nbytes for nbytes in work)) for stream, c in zip(streams, coder)]
 
-    def _launch(self, slot, tile):
-        """Split a tile and start the coder on its exponents."""
-        with torch.cuda.stream(slot.stream):
-            src, elements = _upload(self.device, self._addresses(slot, tile), tile.elements.astype(np.int32))
-            flags = torch.zeros((3, len(src)), dtype=torch.int32, device=self.device)
-            kernels.split(self.transform, slot.stream, self.per_chunk, src, elements, slot.planes, slot.plane_stride, flags)
-            sizes = self.transform.planes[0].raw_bytes(tile.elements)
-            places, lengths = _upload(self.device, np.arange(len(sizes)) * slot.plane_stride, aligned(sizes))
-            crc = torch.empty(len(sizes), dtype=torch.int32, device=self.device)
-            kernels.checksum(slot.stream, slot.planes, places, lengths, crc)
-            slot.host_decoded[:len(sizes)].copy_(crc, non_blocking=True)
-            batch = None
-            if slot.coder:
-                try:
-                    batch = slot.coder.encode(slot.planes, slot.plane_stride, sizes.tolist(), slot.coded, slot.coded_stride)
-                except Exception as err:  # whatever nvCOMP raises: the tile is kept uncoded, never lost
-                    self._complain(err)
-            slot.host_flags[:flags.numel()].copy_(flags.view(-1), non_blocking=True)
-            split_done = slot.stream.record_event()
-        return dict(slot=slot, tile=tile, src=src, elements=elements, sizes=sizes, batch=batch, split_done=split_done)
+    def _prepare(self, tiles):
+        """Everything that is known of all chunks goes to the device in one transfer; room for what comes back.
 
-    def _addresses(self, slot, tile):
-        bases = np.array([source.data.data_ptr() for source in self.sources], np.int64)
-        if self.sources[0].data.is_cuda:
-            return bases[tile.source] + tile.start
-        # Host sources: the tile's part of each, one copy a source, to 16-byte aligned places.
-        addresses, at = np.empty(len(tile.source), np.int64), 0
-        for i in np.unique(tile.source):
-            mine = np.flatnonzero(tile.source == i)
-            start = int(tile.start[mine[0]])
-            stop = int(tile.start[mine[-1]] + tile.elements[mine[-1]] * self.transform.width)
-            slot.staging[at:at + stop - start].copy_(self.sources[i].data[start:stop], non_blocking=True)
-            addresses[mine] = slot.staging.data_ptr() + at + tile.start[mine] - start
-            at = int(aligned(at + stop - start))
+        Of each tile of n chunks: 3 n flags, n checksums of planes, n lengths of coded streams, n checksums of packed chunks.
+        What verification finds goes to the host by the kernel's own hand: a copy would wait for the large ones.
+        """
+        addresses = self._staged_addresses(tiles) if self.staged else \
+            np.array([source.data.data_ptr() for source in self.sources] or [0], np.int64)[self.source] + self.start
+        places = np.arange(self.tile_chunks, dtype=np.int64)
+        self.src, self.lengths, self.places, self.coded_places, elements, sizes = _upload(
+            self.device, addresses, aligned(self.sizes), places * self.plane_stride, places * self.coded_stride,
+            self.elements.astype(np.int32), self.sizes.astype(np.int32))
+        self.there = torch.zeros(6 * len(self.elements), dtype=torch.int32, device=self.device)
+        self.limits = torch.full((self.tile_chunks,), self.coded_stride, dtype=torch.int32, device=self.device)
+        self.device_elements, self.device_sizes = elements, sizes
+        self.here = torch.empty(6 * len(self.elements), dtype=torch.int32, device="cpu", pin_memory=True)
+        self.differ = torch.zeros(len(self.elements), dtype=torch.int32, device="cpu", pin_memory=True)
+        for stream in _streams(self.device):  # the uploads are on the current stream
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def _staged_addresses(self, tiles):
+        """Where chunks of host sources will be: each source's part of a tile in one piece, on 16 bytes. `copies` is how they get there."""
+        addresses = np.empty(len(self.source), np.int64)
+        self.staging_copies = {}
+        for tile in tiles:
+            base, at, copies = tile.slot.staging.data_ptr(), 0, []
+            source, start = self.source[tile.part], self.start[tile.part]
+            stops = start + self.elements[tile.part] * self.transform.width
+            for i in np.unique(source):
+                first, last = np.searchsorted(source, [i, i + 1])
+                begin, end = int(start[first]), int(stops[last - 1])
+                copies.append((at, i, begin, end))
+                addresses[tile.part.start + first:tile.part.start + last] = base + at + start[first:last] - begin
+                at = int(aligned(at + end - begin))
+            self.staging_copies[tile.part.start] = copies
         return addresses
 
-    def _pack(self, work):
-        """Decide how each piece is stored, pack the pieces and start their copy to the host."""
-        slot, tile, transform, chunks = work["slot"], work["tile"], self.transform, len(work["sizes"])
-        work["split_done"].synchronize()
-        flags = slot.host_flags[:3 * chunks].numpy().reshape(3, chunks)
-        table = format.Table.empty(transform, chunks)
+    def _results(self, array, part, first, columns):
+        """Columns [`first`, `first` + `columns`) of the six results of a tile, [columns, n]."""
+        n = part.stop - part.start
+        return array[6 * part.start + first * n:6 * part.start + (first + columns) * n].reshape(columns, n)
+
+    def _launch(self, tile):
+        """Split a tile and start the coder on its exponents."""
+        slot, part, n = tile.slot, tile.part, tile.part.stop - tile.part.start
+        with torch.cuda.stream(slot.stream):
+            for at, i, begin, end in self.staging_copies[part.start] if self.staged else ():
+                slot.staging[at:at + end - begin].copy_(self.sources[i].data[begin:end], non_blocking=True)
+            flags, (crc,), (streams,) = (self._results(self.there, part, at, count) for at, count in ((0, 3), (3, 1), (4, 1)))
+            kernels.split(self.transform, slot.stream, self.per_chunk, self.src[part], self.device_elements[part], slot.planes,
+                          self.plane_stride, flags)
+            kernels.checksum(slot.stream, slot.planes, self.places[:n], self.lengths[part], crc)
+            if slot.coder:
+                try:
+                    tile.batch = slot.coder.encode(slot.planes, self.plane_stride, self.sizes[part].tolist(), slot.coded,
+                                                   self.coded_stride)
+                except Exception as err:  # whatever nvCOMP raises: the tile is kept uncoded, never lost
+                    self._complain(err)
+                else:
+                    if self.codec.checked:
+                        kernels.ans_stream_bytes(slot.stream, slot.coded, self.coded_places[:n], self.device_sizes[part],
+                                                 self.limits[:n], streams)
+            first, last = 6 * part.start, 6 * part.start + 5 * n
+            self.here[first:last].copy_(self.there[first:last], non_blocking=True)
+            tile.coded_event = slot.stream.record_event()
+
+    def _coded_sizes(self, tile) -> np.ndarray:
+        """Bytes of each chunk's coded plane, int64 [n]; 0 where it has none that may be used. Waits for the coder."""
+        tile.coded_event.synchronize()
+        if tile.batch is None:
+            return np.zeros(tile.part.stop - tile.part.start, np.int64)
+        try:
+            coded = np.array(tile.batch.sizes(), np.int64)
+        except Exception as err:
+            self._complain(err)
+            return np.zeros(tile.part.stop - tile.part.start, np.int64)
+        if self.codec.checked:
+            strange = (coded > 0) & (self._results(self.here.numpy(), tile.part, 4, 1)[0] != coded)
+            if strange.any():
+                self._complain(f"{int(strange.sum())} streams look otherwise than the decoder's check allows")
+                coded[strange] = 0
+        return coded
+
+    def _pack(self, tile, coded):
+        """Decide how each piece is stored and pack the pieces."""
+        slot, part, transform = tile.slot, tile.part, self.transform
+        elements, sizes = self.elements[part], self.sizes[part]
+        flags = self._results(self.here.numpy(), part, 0, 3)
+        mode, size = self.table.mode[:, part], self.table.size[:, part]
         for p, plane in enumerate(transform.planes):
-            table.mode[p] = np.where(flags[p] == 0, ZERO, RAW)
-            table.size[p] = np.where(flags[p] == 0, 0, plane.raw_bytes(tile.elements))
+            mode[p] = np.where(flags[p] == 0, ZERO, RAW)
+            size[p] = np.where(flags[p] == 0, 0, plane.raw_bytes(elements))
             if plane.has_sign:
                 unsigned = (flags[p] != 0) & (flags[p] & (0x08 if transform is SPLIT8 else 0x80) == 0)
-                table.mode[p][unsigned] = UNSIGNED
-                table.size[p][unsigned] = plane.unsigned_bytes(tile.elements)[unsigned]
-        if work["batch"] is not None:
-            try:
-                coded = np.array(work["batch"].sizes(), np.int64)
-            except Exception as err:
-                self._complain(err)
-            else:
-                better = (table.mode[0] == RAW) & (coded > 0) & (coded < work["sizes"])
-                if self.config.verifies and better.any():
-                    better &= self._verified(slot, work["sizes"], coded, better)
-                table.mode[0][better] = CODED
-                table.size[0][better] = coded[better]
-                table.decoded[better] = slot.host_decoded[:chunks].numpy().view(np.uint32)[better]
-        offsets = np.ascontiguousarray(table.piece_offsets)
-        spans = table.chunk_bytes
-        total = int(spans.sum())
+                mode[p][unsigned] = UNSIGNED
+                size[p][unsigned] = plane.unsigned_bytes(elements)[unsigned]
+        better = (mode[0] == RAW) & (coded > 0) & (coded < sizes)
+        if self.config.verifies and better.any():
+            better &= self._verified(tile, coded, better)
+        mode[0][better] = CODED
+        size[0][better] = coded[better]
+        self.table.decoded[part][better] = self._results(self.here.numpy(), part, 3, 1)[0].view(np.uint32)[better]
+        pieces = aligned(size.astype(np.int64))
+        spans = pieces.sum(axis=0)
+        starts = np.cumsum(spans) - spans
+        offsets = starts + np.cumsum(pieces, axis=0) - pieces
+        tile.packed_bytes = int(spans.sum())
         with torch.cuda.stream(slot.stream):
-            modes, there, sizes, lengths = _upload(self.device, table.mode, offsets, table.size, spans)
-            kernels.pack(transform, slot.stream, self.per_chunk, work["src"], work["elements"], slot.planes, slot.plane_stride,
-                         slot.coded, slot.coded_stride, modes, there, sizes, slot.out)
-            crc = torch.empty(chunks, dtype=torch.int32, device=self.device)
-            kernels.checksum(slot.stream, slot.out, there[0], lengths, crc)
-            work["host"] = self.deliver(slot.out[:total])
-            slot.host_crc[:chunks].copy_(crc, non_blocking=True)
-            work["done"] = slot.stream.record_event()
-        work["table"] = table
+            if slot.copied is not None:
+                slot.stream.wait_event(slot.copied)
+            there, lengths, piece_sizes, modes = _upload(self.device, offsets, spans, size, mode)
+            kernels.pack(transform, slot.stream, self.per_chunk, self.src[part], self.device_elements[part], slot.planes,
+                         self.plane_stride, slot.coded, self.coded_stride, modes, there, piece_sizes, slot.out)
+            kernels.checksum(slot.stream, slot.out, there[0], lengths, self._results(self.there, part, 5, 1)[0])
+            tile.packed_event = slot.stream.record_event()
 
-    def _verified(self, slot, sizes, coded, better):
+    def _copy(self, tile):
+        """Start the copy of a packed tile to the host."""
+        n = tile.part.stop - tile.part.start
+        with torch.cuda.stream(self.copies):
+            self.copies.wait_event(tile.packed_event)
+            first, last = 6 * tile.part.start + 5 * n, 6 * tile.part.stop
+            self.here[first:last].copy_(self.there[first:last], non_blocking=True)
+            self.host.append(tile.slot.out[:tile.packed_bytes])
+            tile.slot.copied = tile.copied_event = self.copies.record_event()
+
+    def _collect(self, tile) -> int:
+        """Wait until a tile is on the host; how many chunks are there now."""
+        tile.copied_event.synchronize()
+        self.table.crc[tile.part] = self._results(self.here.numpy(), tile.part, 5, 1)[0].view(np.uint32)
+        return tile.part.stop
+
+    def _verified(self, tile, coded, better):
         """Which of the coded planes decode to what they were made from, bool [chunks]."""
-        which = np.flatnonzero(better)
+        slot, sizes = tile.slot, self.sizes[tile.part]
+        which = np.flatnonzero(coded > 0)
         with torch.cuda.stream(slot.stream):
-            again = torch.empty_like(slot.planes)
-            differ = torch.zeros(len(sizes), dtype=torch.int32, device=self.device)
             try:
-                slot.coder.decode(slot.coded, (which * slot.coded_stride).tolist(), coded[which].tolist(), again,
-                                  (which * slot.plane_stride).tolist(), sizes[which].tolist())
+                keep = slot.coder.decode(slot.coded, (which * self.coded_stride).tolist(), coded[which].tolist(), slot.again,
+                                         (which * self.plane_stride).tolist(), sizes[which].tolist())
             except Exception as err:
                 self._complain(err)
                 return np.zeros(len(sizes), bool)
             compared, = _upload(self.device, np.where(better, sizes, 0).astype(np.int32))
-            kernels.compare(slot.stream, slot.planes, slot.plane_stride, again, slot.plane_stride, compared, slot.plane_stride, differ)
-            same = differ.cpu().numpy() == 0
+            kernels.compare(slot.stream, slot.planes, self.plane_stride, slot.again, self.plane_stride, compared, self.plane_stride,
+                            self.differ[tile.part])
+            slot.stream.record_event().synchronize()
+            del keep
+        same = self.differ[tile.part].numpy() == 0
         if not same.all():
             self._complain(f"{int((~same).sum())} chunks decode to other bytes")
         return same
@@ -278,33 +391,12 @@ class _Encoder:
         warnings.warn(f"ds_nvcomp: nvCOMP's {self.codec.name} failed on a tile ({reason}); the chunks concerned are stored uncoded.",
                       RuntimeWarning, stacklevel=2)
 
-    @staticmethod
-    def _collect(work):
-        work["done"].synchronize()
-        table = work["table"]
-        table.crc[:] = work["slot"].host_crc[:len(table.crc)].numpy().view(np.uint32)
-        return table, work["host"]
-
-    def _assemble(self, tables, buffers, tile_chunks):
-        """Cut the tiles' tables and buffers back into one payload a source."""
-        tables = tables or [format.Table.empty(self.transform, 0)]
-        columns = {name: np.concatenate([getattr(t, name) for t in tables], axis=-1) for name in format.COLUMNS}
-        ends = np.cumsum(aligned(columns["size"].astype(np.int64)).sum(axis=0))
-        starts = ends - np.diff(ends, prepend=0)
-        payloads, first = [], 0
-        for source in self.sources:
-            last = first + -(-source.elements // self.per_chunk)
-            table = format.Table(*(np.ascontiguousarray(columns[name][..., first:last]) for name in format.COLUMNS))
-            parts, c = [], first
-            while c < last:  # the chunks of this source in one tile are neighbours in its buffer
-                tile = c // tile_chunks
-                stop = min(last, (tile + 1) * tile_chunks)
-                base = starts[tile * tile_chunks]
-                parts.append(buffers[tile][starts[c] - base:ends[stop - 1] - base].numpy())
-                c = stop
-            payloads.append(Payload.assemble(source, self.codec, self.per_chunk, table, parts))
-            first = last
-        return payloads
+    def _payload(self, i) -> Payload:
+        part = slice(self.firsts[i], self.firsts[i + 1])
+        table = format.Table(*(np.ascontiguousarray(getattr(self.table, name)[..., part]) for name in format.COLUMNS))
+        start = self._taken
+        self._taken += int(table.chunk_bytes.sum())
+        return Payload.assemble(self.sources[i], self.codec, self.per_chunk, table, self.host.take(start, self._taken))
 
 
 DECODE_MEMORY = 512 << 20
@@ -331,7 +423,9 @@ def decode(data: torch.Tensor, header: format.Header, table: format.Table, codec
     plane_stride = int(aligned(transform.planes[0].raw_bytes(header.chunk_elements)))
     per_chunk = plane_stride + (0 if data.is_cuda else 2 * step)
     tile_chunks = max(1, min(DECODE_MEMORY // SLOTS // per_chunk, MAX_CHUNKS, header.chunks))
-    streams, batches = _streams(device), []
+    streams, launched = _streams(device)[:SLOTS], []
+    coders = [nvcomp.codec_for(codec, transform.planes[0].raw_bytes(header.chunk_elements), stream, exponents=transform is not WHOLE)
+              for stream in streams] if (table.mode == CODED).any() else [None] * SLOTS
     for stream in streams:
         stream.wait_stream(torch.cuda.current_stream(device))
     try:
@@ -343,7 +437,8 @@ def decode(data: torch.Tensor, header: format.Header, table: format.Table, codec
                 stored = data[start:stop].to(device, non_blocking=True)
                 result = out[first * step:min(part.stop * step, header.raw_bytes)]
                 target = result if data.is_cuda else torch.empty(result.numel(), dtype=torch.uint8, device=device)
-                batches.append(_decode_tile(stream, stored, header, codec, table, offsets[:, part] - start, part, plane_stride, target))
+                launched.append(_decode_tile(stream, coders[i % SLOTS], stored, header, codec, table, offsets[:, part] - start, part,
+                                             plane_stride, target))
                 if target is not result:
                     result.copy_(target)
     finally:  # also after a failure: no stream may still write when the caller frees `out`
@@ -352,7 +447,9 @@ def decode(data: torch.Tensor, header: format.Header, table: format.Table, codec
             if data.is_cuda:
                 out.record_stream(stream)
                 data.record_stream(stream)
-    for chunks, crc, _ in batches:
+        for coder in filter(None, coders):
+            coder.release()
+    for chunks, crc, _ in launched:
         wrong = np.flatnonzero(crc.cpu().numpy().view(np.uint32) != table.decoded[chunks])
         if len(wrong):
             raise cpu.wrongly_coded(int(chunks[wrong[0]]))
@@ -373,20 +470,32 @@ def _check(data, table, starts, spans):
                             "copy, or resume from an earlier checkpoint.", chunk=c)
 
 
-def _decode_tile(stream, stored, header, codec, table, offsets, part, plane_stride, target):
+def _check_streams(stream, stored, offsets, raw_sizes, sizes, chunks):
+    """Raise `DecodeError` unless nvCOMP's decoder stays within bounds on these streams."""
+    places, raw, limits = _upload(stream.device, offsets, raw_sizes.astype(np.int32), sizes)
+    found = torch.empty(len(sizes), dtype=torch.int32, device=stream.device)
+    kernels.ans_stream_bytes(stream, stored, places, raw, limits, found)
+    wrong = np.flatnonzero(found.cpu().numpy() != sizes)
+    if len(wrong):
+        raise DecodeError("A chunk's coded stream is not one that an encoder makes, and nvCOMP would follow it out of bounds. It was "
+                          "written wrongly, by a faulty encoder or on purpose.", chunk=int(chunks[wrong[0]]))
+
+
+def _decode_tile(stream, coder, stored, header, codec, table, offsets, part, plane_stride, target):
     """Launch one tile; returns its coded chunks and, on the device, the checksums of what nvCOMP made of them."""
     transform = header.transform
     elements = header.elements_of(np.arange(part.start, part.stop, dtype=np.int64))
     coded = np.flatnonzero(table.mode[0, part] == CODED)
+    if codec.checked and len(coded):
+        _check_streams(stream, stored, offsets[0, coded], transform.planes[0].raw_bytes(elements[coded]), table.size[0, part][coded],
+                       part.start + coded)
     planes = torch.zeros(len(elements) * plane_stride if len(coded) else 0, dtype=torch.uint8, device=stream.device)
-    crc, batch = torch.empty(len(coded), dtype=torch.int32, device=stream.device), None
+    crc, keep = torch.empty(len(coded), dtype=torch.int32, device=stream.device), None
     if len(coded):
         raw_sizes = transform.planes[0].raw_bytes(elements[coded])
-        chunk_bytes = transform.planes[0].raw_bytes(header.chunk_elements)
-        coder = nvcomp.codec_for(codec, chunk_bytes, stream, exponents=transform is not WHOLE)
         try:
-            batch = coder.decode(stored, offsets[0, coded].tolist(), table.size[0, part][coded].tolist(), planes,
-                                 (coded * plane_stride).tolist(), raw_sizes.tolist())
+            keep = coder.decode(stored, offsets[0, coded].tolist(), table.size[0, part][coded].tolist(), planes,
+                                (coded * plane_stride).tolist(), raw_sizes.tolist())
         except Exception as err:
             raise DecodeError(f"nvCOMP's {codec.name} refused chunks whose checksums are right: {err}. They were written wrongly, by a "
                               "faulty encoder or on purpose.", chunk=part.start + int(coded[0])) from err
@@ -394,4 +503,4 @@ def _decode_tile(stream, stored, header, codec, table, offsets, part, plane_stri
         kernels.checksum(stream, planes, places, lengths, crc)
     elements, modes, there = _upload(stream.device, elements.astype(np.int32), table.mode[:, part], offsets)
     kernels.merge(transform, stream, header.chunk_elements, stored, elements, planes, plane_stride, modes, there, target)
-    return part.start + coded, crc, batch
+    return part.start + coded, crc, keep

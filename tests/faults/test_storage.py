@@ -48,7 +48,7 @@ WHILE_SAVING = [
     ("encoder_raises", {}, 1, "EncodeError: made up", "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
     ("encoder_raises", {}, 0, "EncodeError: made up", "zero_pp_rank_0_mp_rank_00_optim_states.pt"),
     ("codec_library_raises", {}, 1, "RuntimeError: CUDA error: made up", "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
-    ("eio_write", {"nth": 14}, 0, IO_ERROR, "mp_rank_00_model_states.pt"),
+    ("eio_write", {"nth": 13}, 0, IO_ERROR, "mp_rank_00_model_states.pt"),
     ("memory_error", {}, 1, "MemoryError: made up", "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
 ]
 WHILE_PUBLISHING = [("eio_rename", False, NEW), ("eio_exchange", True, OLD)]

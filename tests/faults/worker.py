@@ -36,6 +36,8 @@ from ds_nvcomp.checkpoint import commit, exchange
 from ds_nvcomp.checkpoint import ranks as ranks_module
 from ds_nvcomp.errors import CommitError, EncodeError
 
+files.WINDOW = 4096  # so that a file of these tests is written in several, on threads, and not all at its end
+
 PATIENCE = 90.0  # seconds until a round that hangs is ended, which fails its test
 
 

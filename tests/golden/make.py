@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from conformance import CPU_CODECS, DTYPES, joined, make
+from conformance import CPU_CODECS, DTYPES, in_order, joined, make
 from ds_nvcomp.archive import save
 from ds_nvcomp.encoding import codecs, transforms
 from ds_nvcomp.pipeline import Source
@@ -58,7 +58,7 @@ def encode(codec, dtype) -> bytes:
         from ds_nvcomp.pipeline import cpu as pipeline
     else:
         from ds_nvcomp.pipeline import gpu as pipeline
-    return joined(pipeline.encode([source], config)[0]).tobytes()
+    return joined(in_order(pipeline.encode([source], config))[0]).tobytes()
 
 
 def invalid(base: bytearray):

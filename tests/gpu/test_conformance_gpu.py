@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from conformance import CHUNK_BYTES, CODECS, CPU_CODECS, DTYPES, Conformance, gpu_or_skip, joined, make, reference, sizes
+from conformance import CHUNK_BYTES, CODECS, CPU_CODECS, DTYPES, Conformance, gpu_or_skip, in_order, joined, make, reference, sizes
 
 gpu_or_skip()
 
@@ -22,7 +22,7 @@ from ds_nvcomp.archive import save  # noqa: E402
 from ds_nvcomp.config import Config  # noqa: E402
 from ds_nvcomp.encoding import codecs, format, transforms  # noqa: E402
 from ds_nvcomp.encoding.codecs import nvcomp  # noqa: E402
-from ds_nvcomp.errors import ChecksumError, CodecUnavailableError, DecodeError  # noqa: E402
+from ds_nvcomp.errors import ChecksumError, CodecUnavailableError, DecodeError, UntrustedCodecError  # noqa: E402
 from ds_nvcomp.pipeline import Source, cpu, decode_payload, encode, gpu, parse_payload  # noqa: E402
 
 DEVICE = torch.device("cuda", torch.cuda.current_device())
@@ -58,7 +58,7 @@ class GpuConformance(Conformance):
         return [replace(source, data=source.data.to(DEVICE)) for source in sources]
 
     def encode(self, sources, config, *progress):
-        return gpu.encode(sources, config, *progress)
+        return in_order(gpu.encode(sources, config, *progress))
 
     def decoders(self):
         both = {"cpu": cpu_decode, "reference": reference} if self.codec in CPU_CODECS else {}
@@ -103,7 +103,7 @@ class TestCascaded(GpuConformance):
 
 class CpuWritesGpuReads(Conformance):
     def encode(self, sources, config, *progress):
-        return cpu.encode(sources, config, *progress)
+        return in_order(cpu.encode(sources, config, *progress))
 
     def decoders(self):
         return {"gpu": gpu_decode}
@@ -154,7 +154,7 @@ def test_host_sources(codec):
     config = Config(codec=codec, chunk_bytes=CHUNK_BYTES)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        encoded = gpu.encode(group, config)
+        encoded = in_order(gpu.encode(group, config))
     for source, payload in zip(group, encoded):
         assert same(payload, source), source.name
 
@@ -164,8 +164,8 @@ def test_modes_are_those_of_the_cpu(codec):
     """Both sides take the same decisions about zeros and signs; `none` gives the same bytes altogether."""
     group = sources(dtypes=("float32", "bfloat16", "float8_e4m3fn", "float64", "int8"))
     config = Config(codec=codec, chunk_bytes=CHUNK_BYTES)
-    plain = cpu.encode(group, replace(config, codec="none"))
-    for source, ours, other in zip(group, gpu.encode([replace(s, data=s.data.to(DEVICE)) for s in group], config), plain):
+    plain = in_order(cpu.encode(group, replace(config, codec="none")))
+    for source, ours, other in zip(group, in_order(gpu.encode([replace(s, data=s.data.to(DEVICE)) for s in group], config)), plain):
         assert np.array_equal(ours.table.mode[1:], other.table.mode[1:]), source.name
         assert np.array_equal(ours.table.mode[0] == format.ZERO, other.table.mode[0] == format.ZERO), source.name
         if codec == "none":
@@ -175,7 +175,7 @@ def test_modes_are_those_of_the_cpu(codec):
 def test_mixed_devices_come_back_in_order():
     group = [replace(source, data=source.data.to(DEVICE)) if i % 3 else source for i, source in enumerate(sources())]
     for device in ("auto", "gpu", "cpu"):
-        for source, payload in zip(group, encode(group, Config(device=device, chunk_bytes=CHUNK_BYTES))):
+        for source, payload in zip(group, in_order(encode(group, Config(device=device, chunk_bytes=CHUNK_BYTES)))):
             assert payload.header.elements == source.elements and same(payload, source), (device, source.name)
 
 
@@ -185,7 +185,7 @@ def test_sources_may_begin_at_any_element(dtype):
     transform = transforms.for_dtype(dtype)
     flat = torch.from_numpy(make(dtype, "normal", 40 * CHUNK_BYTES * transform.width).copy()).to(DEVICE)
     group = [Source(flat[i * transform.width:][:(2 * CHUNK_BYTES + i) * transform.width], transform, str(i)) for i in range(33)]
-    for source, payload in zip(group, gpu.encode(group, Config(chunk_bytes=CHUNK_BYTES))):
+    for source, payload in zip(group, in_order(gpu.encode(group, Config(chunk_bytes=CHUNK_BYTES)))):
         assert same(payload, source), source.name
 
 
@@ -201,7 +201,7 @@ def test_small_work_memory_and_many_tiles(codec, where):
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before, done = torch.cuda.memory_allocated(), []
-    encoded = gpu.encode(group, Config(codec=codec, gpu_memory=32 * MIB), done.append)
+    encoded = in_order(gpu.encode(group, Config(codec=codec, gpu_memory=32 * MIB), done.append))
     taken = torch.cuda.max_memory_allocated() - before
     assert len(done) > 10 and sum(done) == sum(source.data.numel() for source in group)
     assert taken < 48 * MIB, f"{taken / MIB:.0f} MiB of work memory where 32 are allowed"
@@ -217,7 +217,7 @@ def test_work_of_the_current_stream_is_waited_for():
         for _ in range(20):
             big = torch.tanh(big @ big)   # keeps the stream busy before the value is there
         value += 1.5
-        [payload] = gpu.encode([Source(value.view(torch.uint8), transforms.SPLIT32)], Config())
+        [payload] = in_order(gpu.encode([Source(value.view(torch.uint8), transforms.SPLIT32)], Config()))
     assert (gpu_decode(joined(payload)).view(np.float32) == 1.5).all()
 
 
@@ -229,7 +229,7 @@ def test_threads():
             raw = torch.from_numpy(make("bfloat16", "normal", 2 * MIB + 2 * seed, str(seed)).copy()).to(DEVICE)
             for codec in ("deflate", "ans"):
                 source = Source(raw, transforms.SPLIT16)
-                [payload] = gpu.encode([source], Config(codec=codec))
+                [payload] = in_order(gpu.encode([source], Config(codec=codec)))
                 assert same(payload, source)
         except BaseException as err:
             failures.append(err)
@@ -253,7 +253,7 @@ def test_verify_stores_what_was_coded_wrongly_uncoded(monkeypatch):
     monkeypatch.setattr(nvcomp.GpuCodec, "encode", wrong)
     [source] = [Source(torch.from_numpy(make("float32", "normal", 16 * CHUNK_BYTES).copy()).to(DEVICE), transforms.SPLIT32, "w")]
     with pytest.warns(RuntimeWarning, match="1 chunks decode to other bytes.*uncoded"):
-        [payload] = gpu.encode([source], Config(chunk_bytes=CHUNK_BYTES, verify="encode"))
+        [payload] = in_order(gpu.encode([source], Config(chunk_bytes=CHUNK_BYTES, verify="encode")))
     assert same(payload, source)
     assert payload.table.mode[0].tolist() == [format.CODED, format.RAW, format.CODED, format.CODED]
 
@@ -266,7 +266,7 @@ def test_a_codec_that_fails_costs_space_and_not_data(call, monkeypatch):
     monkeypatch.setattr(nvcomp.Batch if call == "sizes" else nvcomp.GpuCodec, call, fails)
     source = Source(torch.from_numpy(make("float32", "normal", 16 * CHUNK_BYTES).copy()).to(DEVICE), transforms.SPLIT32, "w")
     with pytest.warns(RuntimeWarning, match="injected.*uncoded"):
-        [payload] = gpu.encode([source], Config(chunk_bytes=CHUNK_BYTES, verify="encode"))
+        [payload] = in_order(gpu.encode([source], Config(chunk_bytes=CHUNK_BYTES, verify="encode")))
     monkeypatch.undo()
     assert (payload.table.mode[0] == format.RAW).all() and same(payload, source)
 
@@ -276,7 +276,7 @@ def test_a_codec_that_fails_costs_space_and_not_data(call, monkeypatch):
 def test_damage_is_found_before_any_decoder(codec, place, monkeypatch):
     config = Config(codec=codec, chunk_bytes=CHUNK_BYTES)
     raw = torch.from_numpy(make("bfloat16", "normal", 40 * CHUNK_BYTES).copy()).to(DEVICE)
-    [payload] = gpu.encode([Source(raw, transforms.SPLIT16)], config)
+    [payload] = in_order(gpu.encode([Source(raw, transforms.SPLIT16)], config))
     good = bytearray(joined(payload).tobytes())
     spans = payloads.spans(good)
     monkeypatch.setattr(nvcomp.GpuCodec, "decode", lambda *_: pytest.fail("a decoder saw damaged bytes"))
@@ -340,10 +340,10 @@ def test_decoded_checksums_are_those_of_the_planes(dtype, codec):
     raws = [make(dtype, content, (chunk + 16 * 40 + i) * transform.width, str(i)).copy() for i in range(34)]
     dirty = Source(torch.full((40 * chunk * transform.width,), 0xFF, dtype=torch.uint8, device=DEVICE), transform)
     config = Config(codec=codec, chunk_bytes=CHUNK_BYTES)
-    gpu.encode([dirty], config)
+    in_order(gpu.encode([dirty], config))
     coded = 0
     for raw in raws:
-        [payload] = gpu.encode([Source(torch.from_numpy(raw).to(DEVICE), transform)], config)
+        [payload] = in_order(gpu.encode([Source(torch.from_numpy(raw).to(DEVICE), transform)], config))
         for c, mode in enumerate(payload.table.mode[0]):
             part = raw[c * chunk * transform.width:(c + 1) * chunk * transform.width]
             expected = payloads.plane_crc(transforms.split(transform, part)[0]) if mode == format.CODED else 0
@@ -357,7 +357,7 @@ def test_decoded_checksums_are_those_of_the_planes(dtype, codec):
 @pytest.mark.parametrize("codec", [codec for codec in CODECS if codec != "none"])
 def test_a_plane_that_is_not_what_was_coded(codec, place):
     raw = torch.from_numpy(make("bfloat16", "normal", 40 * CHUNK_BYTES).copy()).to(DEVICE)
-    [payload] = gpu.encode([Source(raw, transforms.SPLIT16)], Config(codec=codec, chunk_bytes=CHUNK_BYTES))
+    [payload] = in_order(gpu.encode([Source(raw, transforms.SPLIT16)], Config(codec=codec, chunk_bytes=CHUNK_BYTES)))
     good = bytearray(joined(payload).tobytes())
     coded = np.flatnonzero(payload.table.mode[0] == format.CODED)
     assert len(coded), "nothing is coded here"
@@ -412,6 +412,10 @@ def test_archive(codec, location, state):
     torch.save(state, reference_file)
     reference_file.seek(0)
     for weights_only in (True, False):
+        if weights_only and not codecs.BY_NAME[codec].safe and location != "meta":
+            with pytest.raises(UntrustedCodecError, match="weights_only=False"):
+                torch.load(io.BytesIO(data), map_location=location, weights_only=True)
+            continue
         found = torch.load(io.BytesIO(data), map_location=location, weights_only=weights_only)
         reference_file.seek(0)
         expected = torch.load(reference_file, map_location=location, weights_only=weights_only)
@@ -429,7 +433,7 @@ def test_archive(codec, location, state):
 @pytest.mark.parametrize("codec", CODECS)
 def test_archive_mapped(codec, state, tmp_path):
     save(state, tmp_path / "x.pt", {"codec": codec, "fsync": False})
-    found = torch.load(tmp_path / "x.pt", mmap=True, map_location="cpu")
+    found = torch.load(tmp_path / "x.pt", mmap=True, map_location="cpu", weights_only=False)
     for name in ("base", "half", "fp8", "ids", "expert", "special"):
         assert archive.bits(found[name]) == archive.bits(state[name])
 

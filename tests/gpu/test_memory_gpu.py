@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 import torch
 
-from conformance import gpu_or_skip, joined
+from conformance import gpu_or_skip, in_order, joined
 
 gpu_or_skip()
 
@@ -44,12 +44,12 @@ def same(source, payload):
 
 @pytest.mark.parametrize("codec", ["deflate", "ans"])
 def test_smaller_tiles(codec, source, room, caplog):
-    gpu.encode([source], Config(codec=codec, gpu_memory=32 * MIB))  # what nvCOMP and the streams keep is there before
+    in_order(gpu.encode([source], Config(codec=codec, gpu_memory=32 * MIB)))  # what nvCOMP and the streams keep is there before
     before = torch.cuda.memory_allocated()
     room(160 * MIB)
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(512 * MIB, dtype=torch.uint8, device=DEVICE)
-    [payload] = gpu.encode([source], Config(codec=codec, gpu_memory=512 * MIB))
+    [payload] = in_order(gpu.encode([source], Config(codec=codec, gpu_memory=512 * MIB)))
     assert "trying with 128 MiB" in caplog.text and "on the CPU" not in caplog.text
     assert torch.cuda.memory_allocated() == before
     room(1 << 30)
@@ -58,7 +58,7 @@ def test_smaller_tiles(codec, source, room, caplog):
 
 def test_the_cpu_at_last(source, room, caplog):
     room(4 * MIB)
-    [payload] = gpu.encode([source], Config(codec="deflate", gpu_memory=64 * MIB))
+    [payload] = in_order(gpu.encode([source], Config(codec="deflate", gpu_memory=64 * MIB)))
     assert "encoding on the CPU" in caplog.text
     out = np.empty(payload.header.raw_bytes, np.uint8)
     cpu.decode(joined(payload), *parse_payload(torch.from_numpy(joined(payload))), out)
@@ -69,7 +69,7 @@ def test_an_error_where_only_the_gpu_can(source, room):
     room(4 * MIB)
     before = torch.cuda.memory_allocated()
     with pytest.raises(EncodeError, match="weights") as caught:
-        gpu.encode([source], Config(codec="ans", gpu_memory=64 * MIB))
+        in_order(gpu.encode([source], Config(codec="ans", gpu_memory=64 * MIB)))
     assert "deflate" in str(caught.value)
     del caught
     assert torch.cuda.memory_allocated() == before
@@ -88,7 +88,7 @@ def test_out_of_memory_in_the_middle(fails, source, room, monkeypatch, caplog):
 
     before = torch.cuda.memory_allocated()
     monkeypatch.setattr(gpu.kernels, fails, sometimes)
-    [payload] = gpu.encode([source], Config(codec="deflate", gpu_memory=128 * MIB))
+    [payload] = in_order(gpu.encode([source], Config(codec="deflate", gpu_memory=128 * MIB)))
     monkeypatch.undo()
     assert "trying with 32 MiB" in caplog.text
     assert torch.cuda.memory_allocated() == before

@@ -48,7 +48,7 @@ class GpuCodec:
         self._codec = nvcomp.Codec(algorithm=codec.nvcomp, device_id=stream.device.index, cuda_stream=stream.cuda_stream,
                                    uncomp_chunk_size=chunk_bytes, bitstream_kind=nvcomp.BitstreamKind.RAW,
                                    **_OPTIONS.get(codec.nvcomp, lambda exponents: {})(exponents))
-        self._wrapped = None
+        self._encoding = self._decoding = (None,)
 
     def slot_bytes(self, raw: torch.Tensor) -> int:
         """What a slot must hold for a chunk like `raw` (uint8), a multiple of 16: nvCOMP's bound, with the room that it asks for."""
@@ -58,28 +58,32 @@ class GpuCodec:
     def encode(self, raw: torch.Tensor, raw_stride: int, sizes: list[int], slots: torch.Tensor, slot_bytes: int) -> Batch:
         """Code `sizes` bytes at each stride of `raw` into the slots."""
         key = raw.data_ptr(), raw_stride, slots.data_ptr(), slot_bytes, sizes
-        if self._wrapped is None or self._wrapped[0] != key:  # the same for all full tiles of a tensor
+        if self._encoding[0] != key:  # the same for all full tiles of a tensor
             starts = range(len(sizes))
-            self._wrapped = (key, nvcomp.as_arrays(raw, [i * raw_stride for i in starts], sizes),
-                             nvcomp.as_arrays(slots, [i * slot_bytes for i in starts], [slot_bytes] * len(sizes)),
-                             self._codec.compression_config(sizes))
-        _, source, out, config = self._wrapped
+            self._encoding = (key, nvcomp.as_arrays(raw, [i * raw_stride for i in starts], sizes),
+                              nvcomp.as_arrays(slots, [i * slot_bytes for i in starts], [slot_bytes] * len(sizes)),
+                              self._codec.compression_config(sizes))
+        _, source, out, config = self._encoding
         return Batch(self._codec.encode(source, out=out, compression_config=config))
 
     def release(self) -> None:
-        """Let go of the buffers of the last encode."""
-        self._wrapped = None
+        """Let go of the buffers of the last calls."""
+        self._encoding = self._decoding = (None,)
 
     def decode(self, data: torch.Tensor, offsets: list[int], sizes: list[int], out: torch.Tensor, out_offsets: list[int],
-               raw_sizes: list[int]) -> Batch:
-        """Decode pieces of `data` to their places in `out`; keep the batch until that is done.
+               raw_sizes: list[int]):
+        """Decode pieces of `data` to their places in `out`. What is returned must be kept until that is done.
 
-        nvCOMP does not tell whether the pieces were what they should be: the batch's sizes are the ones asked for.
+        nvCOMP does not tell whether the pieces were what they should be.
         """
-        config = self._codec.decompression_config(self._codec.compression_config(raw_sizes))  # or nvCOMP walks every stream for it
-        target = nvcomp.as_arrays(out, out_offsets, raw_sizes)
+        key = out.data_ptr(), out_offsets, raw_sizes
+        if self._decoding[0] != key:
+            # From the sizes, or nvCOMP walks every stream for its configuration.
+            self._decoding = (key, nvcomp.as_arrays(out, out_offsets, raw_sizes),
+                              self._codec.decompression_config(self._codec.compression_config(raw_sizes)))
+        _, target, config = self._decoding
         source = nvcomp.as_arrays(data, offsets, sizes)
-        return Batch((self._codec.decode(source, out=target, decompression_config=config), source, config))
+        return self._codec.decode(source, out=target, decompression_config=config), source, config
 
 
 _local = threading.local()
