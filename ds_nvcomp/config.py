@@ -2,12 +2,13 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Mapping
 
 from .errors import ConfigError
 
 CODECS = ("deflate", "zstd", "lz4", "snappy", "ans", "gdeflate", "bitcomp", "cascaded", "none")
+AUTO = "auto"  # as a codec: to be resolved before anything is encoded, by a host's `checkpoint.auto.Chooser` or by `Config.concrete`
 DEVICES = ("auto", "gpu", "cpu")
 VERIFY = ("auto", "encode", "none")
 
@@ -19,6 +20,11 @@ def _key(default, explain: str, *, choices=None, at_least=None, at_most=None, po
                                                 power_of_two=power_of_two))
 
 
+def key(spec) -> str:
+    """The name in the block of a field; `async` is a word of Python's."""
+    return spec.name.rstrip("_")
+
+
 @dataclass(frozen=True)
 class Config:
     """What to compress and how. Every field is a key of the `nvcomp_checkpoint` block; the explanations are its documentation.
@@ -27,8 +33,9 @@ class Config:
     """
     enabled: bool = _key(True, "Switch for the whole block; false leaves DeepSpeed's own engine in place.")
     codec: str = _key("deflate", "Entropy coder of the exponent bytes. deflate is readable anywhere and for ever; ans restores "
-                      "fastest but only on an NVIDIA GPU with the same nvCOMP major version; none splits and stores.",
-                      choices=CODECS)
+                      "fastest but only on an NVIDIA GPU with the same nvCOMP major version; none splits and stores; auto measures "
+                      "this machine and the target, chooses the shortest wait among deflate, ans, zstd and none, and logs why.",
+                      choices=(*CODECS, AUTO))
     device: str = _key("auto", "Where to encode: gpu, cpu, or auto (the GPU for CUDA tensors where CuPy and nvCOMP are "
                        "installed, otherwise the CPU).", choices=DEVICES)
     verify: str = _key("auto", "encode decodes every chunk again right after encoding and compares it with the input; a chunk "
@@ -42,6 +49,9 @@ class Config:
                         at_least=0, at_most=1024)
     write_threads: int = _key(4, "Threads per file that write to disk.", at_least=1, at_most=256)
     fsync: bool = _key(True, "Make files and directories durable before a checkpoint counts as complete.")
+    async_: bool = _key(False, "save_checkpoint returns when the compressed state is in host memory; writing, agreement of the ranks "
+                        "and `latest` go on behind training. Errors are raised by the next save, wait() or load.")
+    in_flight: int = _key(1, "Asynchronous saves that may be unfinished; the next one waits.", at_least=1, at_most=16)
     timeout: float = _key(1800.0, "Seconds the ranks wait for one another at commit before the save fails on all of them.",
                           at_least=1)
 
@@ -56,19 +66,28 @@ class Config:
             return cls()
         if not isinstance(block, Mapping):
             raise ConfigError(f"'nvcomp_checkpoint' must be a JSON object such as {{\"enabled\": true}}, got {block!r}.")
-        known = [spec.name for spec in fields(cls)]
-        for key in block:
-            if key not in known:
-                near = difflib.get_close_matches(str(key), known, n=1)
+        known = {key(spec): spec.name for spec in fields(cls)}
+        for name in block:
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, n=1)
                 hint = f" Did you mean {near[0]!r}?" if near else ""
-                raise ConfigError(f"nvcomp_checkpoint: unknown key {key!r}.{hint} Allowed keys: {', '.join(known)}.")
-        return cls(**block)
+                raise ConfigError(f"nvcomp_checkpoint: unknown key {name!r}.{hint} Allowed keys: {', '.join(known)}.")
+        return cls(**{known[name]: value for name, value in block.items()})
+
+    def as_dict(self) -> dict[str, Any]:
+        """The block that `from_dict` makes this of."""
+        return {key(spec): getattr(self, spec.name) for spec in fields(self)}
 
     @property
     def verifies(self) -> bool:
         """Whether chunks are decoded again while encoding. Not by default for codecs of which there are independent decoders: on an
         H200, decoding Deflate takes twice as long as encoding it, and every chunk's decoded checksum is verified on load anyway."""
         return self.verify == "encode" or self.verify == "auto" and self.codec in ("ans", "gdeflate", "bitcomp", "cascaded")
+
+    @property
+    def concrete(self) -> "Config":
+        """With a real codec: deflate in place of "auto", for a file by itself has no target to measure and may be read anywhere."""
+        return replace(self, codec="deflate") if self.codec == AUTO else self
 
     @classmethod
     def of(cls, config: "Config | Mapping[str, Any] | None") -> "Config":
@@ -77,7 +96,7 @@ class Config:
 
 
 def _check(spec, value):
-    rule, name = spec.metadata, f"nvcomp_checkpoint.{spec.name}"
+    rule, name = spec.metadata, f"nvcomp_checkpoint.{key(spec)}"
     kinds = {"bool": bool, "int": int, "float": (int, float), "str": str}[spec.type]
     # bool is an int to Python; `"threads": true` is still a mistake. "auto" is Accelerate's placeholder.
     if not isinstance(value, kinds) or (isinstance(value, bool) and spec.type != "bool"):
@@ -108,5 +127,5 @@ def explain() -> list[tuple[str, str, str, str]]:
             low, high = rule["at_least"], rule["at_most"]
             allowed = f"{spec.type} >= {low}" + (f", <= {high}" if high is not None else "")
         default = str(spec.default).lower() if spec.type == "bool" else str(spec.default)
-        rows.append((spec.name, default, allowed, rule["explain"]))
+        rows.append((key(spec), default, allowed, rule["explain"]))
     return rows

@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
+import itertools
 import os
 import time
 import weakref
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
 
-from .archive import SaveReport, load
-from .archive.writer import save, write
+from .archive import SaveReport, files, load
+from .archive.writer import Snapshot, save, snapshot, write
 from .checkpoint import STATES_SUFFIX
+from .checkpoint.background import Background
 from .checkpoint.commit import Commit
-from .checkpoint.ranks import Ranks
+from .checkpoint.ranks import Ranks, StoreRanks, job_store
 from .config import Config
 from .errors import CommitError, ConfigError, DsNvcompError, SaveError, UnsupportedSetupError
 from .log import logger
@@ -39,12 +43,14 @@ class NvcompCheckpointEngine(CheckpointEngine):
         self._ranks = Ranks(self.config.timeout)
         self._host = lambda: None
         self._tag: str | None = None
+        self._final: Path | None = None
         self._commit: Commit | None = None
-        self._failure: Exception | None = None
-        self._reports: list[SaveReport] = []
-        self._written: dict[str, tuple[int, int]] = {}
-        self._began = 0.0
+        self._saved: _Saved | None = None
         self._cached = None
+        self._background = Background(self.config.in_flight)
+        self._store, self._number = job_store(), next(_numbers)
+        self._saves = 0
+        self._events: list = []
 
     def attach(self, host) -> None:
         """Remember the DeepSpeedEngine (weakly), whose monitor gets an event per save."""
@@ -53,80 +59,132 @@ class NvcompCheckpointEngine(CheckpointEngine):
     # -- saving ---------------------------------------------------------------------------------------------------------------
 
     def create(self, info) -> None:
-        """Begin the checkpoint `info`. One that was begun and never committed is forgotten."""
-        if self._commit is not None:
+        """Begin the checkpoint `info`. One that was begun and never committed is forgotten. Raises what an earlier asynchronous save
+        raised; waits for it where it is not done."""
+        if self._final is not None:
             logger.warning(f"checkpoint {self._tag!r} was begun and never committed; it is discarded.")
-            self._commit.abandon()
-        self._began, self._tag = time.perf_counter(), str(getattr(info, "tag", info))
-        self._commit, self._failure, self._reports, self._written, self._cached = None, None, [], {}, None
+        self._forget()
+        self._background.make_room()
+        self._tell_monitor()
+        self._tag, self._cached = str(getattr(info, "tag", info)), None
+        self._saved = _Saved(self._tag)
         save_dir = getattr(info, "save_dir", None)
         if save_dir is not None:
             self._open(Path(save_dir) / self._tag)
 
     def _open(self, final: Path) -> None:
-        commit = Commit(final, self._ranks, fsync=self.config.fsync)
-        commit.begin()
-        self._commit = commit
+        self._final = final.absolute()
+        if not self.config.async_:
+            commit = Commit(self._final, self._ranks, fsync=self.config.fsync)
+            commit.begin()
+            self._commit = commit
+
+    def _forget(self):
+        if self._commit is not None:
+            self._commit.abandon()
+        self._commit = self._final = self._saved = None
 
     def makedirs(self, path, exist_ok=False):
         """Make `path`, unless it is the checkpoint's own directory: that one appears when it is complete."""
         if self._tag is not None and Path(path).parts[-len(Path(self._tag).parts):] == Path(self._tag).parts:
-            if self._commit is None:  # DeepSpeed < 0.17 passes no directory to create()
+            if self._final is None:  # DeepSpeed < 0.17 passes no directory to create()
                 self._open(Path(path))
             return
         os.makedirs(path, exist_ok=exist_ok)
 
     def save(self, state_dict, path: str) -> None:
-        """Write one file. A failure is kept until `commit`, where all ranks learn of it; raising here would hang the others."""
+        """Take one file: written when this returns, or with `async` in host memory. A failure is kept until `commit`, where all ranks
+        learn of it; raising here would hang the others."""
+        if self._saved is None:
+            self._saved = _Saved(self._tag)
         try:
-            target = self._commit.stage(path) if self._commit is not None else None
-            if not str(path).endswith(STATES_SUFFIX):
-                _save_plain(state_dict, target or Path(path))
-            elif target is not None:
-                report = write(state_dict, target, self.config, root=target.stem)
-                self._reports.append(report)
-                self._written[str(target)] = report.stored_bytes, report.digest
-            else:
-                self._reports.append(save(state_dict, path, self.config))
+            self._save(state_dict, Path(path).absolute())
         except Exception as err:
-            where = dict(path=str(path), rank=self._ranks.rank)
-            failure = err.at(**where) if isinstance(err, DsNvcompError) else SaveError(f"{type(err).__name__}: {err}", **where)
-            self._failure = self._failure or failure  # the first one is the cause
-            logger.error(f"{failure} The other ranks are told at commit.")
+            self._saved.fail(err, path, self._ranks.rank)
+
+    def _save(self, state_dict, path: Path) -> None:
+        saved, states = self._saved, path.name.endswith(STATES_SUFFIX)
+        if self._final is None or not path.is_relative_to(self._final):  # such as save_16bit_model's, beside the checkpoints and for other readers
+            if states:
+                saved.reports.append(save(state_dict, path, self.config))
+            else:
+                _save_plain(state_dict, path)
+        elif self._commit is None:
+            saved.snapshots[path] = snapshot(state_dict, self.config, root=path.stem) if states else _PlainFile(state_dict)
+        elif states:
+            saved.add(self._commit.stage(path), write(state_dict, self._commit.stage(path), self.config, root=path.stem))
+        else:
+            _save_plain(state_dict, self._commit.stage(path))
 
     def commit(self, info) -> bool:
-        """Publish the checkpoint on all ranks, or raise `CommitError` on all of them and leave the previous one current."""
-        commit, self._commit = self._commit, None
-        failure, self._failure = self._failure, None
-        save_latest, self.save_latest = self.save_latest, None
+        """Publish the checkpoint on all ranks, or raise `CommitError` on all of them and leave the previous one current. With `async`,
+        do so behind training: the next save, `wait` or load raises what went wrong."""
+        commit, saved, final = self._commit, self._saved or _Saved(self._tag), self._final
+        self._commit = self._saved = self._final = None
+        latest, self.save_latest = self.save_latest, None
         if commit is not None:
-            commit.finish(failure, save_latest, self._written)
+            commit.finish(saved.failure, latest, saved.written)
+            self._report(saved, self._ranks)
+            self._tell_monitor()
+        elif final is not None:
+            self._saves += 1
+            ranks = StoreRanks(self.config.timeout, self._store, f"engine{self._number}/save{self._saves}")
+            seconds = time.perf_counter() - saved.began
+            self._background.submit(f"the save of checkpoint {saved.tag!r}", lambda: self._finish(saved, ranks, final, latest, seconds))
         else:
-            self._ranks.agree(failure, "save")
-        try:
-            self._report()
-        except CommitError as err:  # the checkpoint is complete and current all the same
-            logger.warning(f"checkpoint {self._tag} is committed, but: {err}")
+            self._ranks.agree(saved.failure, "save")
         return True
 
-    def _report(self):
-        mine = sum(r.raw_bytes for r in self._reports), sum(r.stored_bytes for r in self._reports), len(self._reports)
-        raw, stored, count = (sum(column) for column in zip(*self._ranks.gather(mine, "report")))
-        seconds = time.perf_counter() - self._began
-        if self._ranks.rank != 0 or not raw:
+    def _finish(self, saved: "_Saved", ranks: StoreRanks, final: Path, latest: str | None, blocked: float) -> None:
+        """Write and publish what was taken; on the background thread."""
+        commit = Commit(final, ranks, fsync=self.config.fsync)
+        commit.begin()
+        for path in list(saved.snapshots):
+            taken = saved.snapshots.pop(path)  # its memory is free for the next save when it is written
+            try:
+                target = commit.stage(path)
+                taken.write(target)
+                if isinstance(taken, Snapshot):
+                    saved.add(target, taken.report)
+            except Exception as err:
+                saved.fail(err, path, ranks.rank)
+        commit.finish(saved.failure, latest, saved.written)
+        self._report(saved, ranks, blocked)
+        ranks.part()
+
+    def wait(self) -> None:
+        """Wait until asynchronous saves are complete and current. Raises `CommitError` for one that is not."""
+        self._background.wait()
+        self._tell_monitor()
+
+    def _report(self, saved: "_Saved", ranks: Ranks, blocked: float | None = None):
+        mine = sum(r.raw_bytes for r in saved.reports), sum(r.stored_bytes for r in saved.reports), len(saved.reports)
+        try:
+            raw, stored, count = (sum(column) for column in zip(*ranks.gather(mine, "report")))
+        except CommitError as err:
+            logger.warning(f"checkpoint {saved.tag} is committed, but: {err}")
             return
-        logger.info(f"checkpoint {self._tag}: {count} files, {raw / 1e9:.3f} GB stored as {stored / 1e9:.3f} GB "
-                    f"(ratio {stored / raw:.3f}, {raw / stored:.2f}x) in {seconds:.2f} s, {raw / seconds / 1e9:.2f} GB/s")
-        host = self._host()
-        if host is not None and getattr(host.monitor, "enabled", False):
-            host.monitor.write_events([(f"Checkpoint/nvcomp/{name}", value, host.global_samples) for name, value in (
-                ("raw_bytes", raw), ("stored_bytes", stored), ("ratio", stored / raw), ("seconds", seconds),
-                ("GB_per_second", raw / seconds / 1e9))])
+        seconds = time.perf_counter() - saved.began
+        if ranks.rank != 0 or not raw:
+            return
+        logger.info(f"checkpoint {saved.tag}: {count} files, {raw / 1e9:.3f} GB stored as {stored / 1e9:.3f} GB "
+                    f"(ratio {stored / raw:.3f}, {raw / stored:.2f}x) in {seconds:.2f} s, {raw / seconds / 1e9:.2f} GB/s"
+                    + ("" if blocked is None else f"; training waited {blocked:.2f} s"))
+        self._events += [(f"Checkpoint/nvcomp/{name}", value) for name, value in (
+            ("raw_bytes", raw), ("stored_bytes", stored), ("ratio", stored / raw), ("seconds", seconds),
+            ("seconds_blocked", seconds if blocked is None else blocked), ("GB_per_second", raw / seconds / 1e9))]
+
+    def _tell_monitor(self):
+        """DeepSpeed's monitors are for its own thread."""
+        host, events, self._events = self._host(), self._events, []
+        if events and host is not None and getattr(host.monitor, "enabled", False):
+            host.monitor.write_events([(name, value, host.global_samples) for name, value in events])
 
     # -- loading --------------------------------------------------------------------------------------------------------------
 
     def load(self, path: str, map_location=None):
         """torch.load of `path`. DeepSpeed reads a model file twice in a row; the second read gets what the first one decoded."""
+        self.wait()
         status = os.stat(path)
         key = os.path.realpath(path), status.st_mtime_ns, status.st_size, _location_key(map_location)
         cached, self._cached = self._cached, None
@@ -148,9 +206,45 @@ class NvcompCheckpointEngine(CheckpointEngine):
         return False
 
     def cleanup(self) -> None:
-        if self._commit is not None:
-            self._commit.abandon()
-            self._commit = None
+        """Called by `DeepSpeedEngine.destroy`. Raises what an asynchronous save raised."""
+        self._forget()
+        self.wait()
+
+
+_numbers = itertools.count()  # of engines, which all ranks make in the same order
+
+
+@dataclass
+class _Saved:
+    """What one rank has of the checkpoint that is being saved."""
+    tag: str | None
+    began: float = field(default_factory=time.perf_counter)
+    failure: Exception | None = None
+    reports: list[SaveReport] = field(default_factory=list)
+    written: dict[str, tuple[int, int]] = field(default_factory=dict)   # staged path: bytes and digest
+    snapshots: dict[Path, "Snapshot | _PlainFile"] = field(default_factory=dict)  # what is still to be written
+
+    def add(self, target: Path, report: SaveReport) -> None:
+        self.reports.append(report)
+        self.written[str(target)] = report.stored_bytes, report.digest
+
+    def fail(self, err: Exception, path, rank: int) -> None:
+        where = dict(path=str(path), rank=rank)
+        failure = err.at(**where) if isinstance(err, DsNvcompError) else SaveError(f"{type(err).__name__}: {err}", **where)
+        self.failure = self.failure or failure  # the first one is the cause
+        logger.error(f"{failure} The other ranks are told at commit.")
+
+
+class _PlainFile:
+    """A file in torch.save's own format, in host memory."""
+
+    def __init__(self, state_dict):
+        self._bytes = io.BytesIO()
+        torch.save(state_dict, self._bytes)
+
+    def write(self, path: Path) -> None:
+        with files.Writer(path, fsync=True) as file:
+            file.write_at(0, [self._bytes.getbuffer()])
 
 
 def _block(config_params) -> dict:
@@ -197,6 +291,8 @@ def patch(engine_module) -> None:
     host = engine_module.DeepSpeedEngine
     host._configure_checkpointing = _choosing(host._configure_checkpointing)
     host.save_checkpoint = _committing_latest(host.save_checkpoint)
+    if hasattr(host, "load_checkpoint"):
+        host.load_checkpoint = _after_pending_saves(host.load_checkpoint)
 
 
 def _choosing(original):
@@ -239,3 +335,12 @@ def _committing_latest(original):
             save_latest = False
         return original(self, save_dir, tag, client_state, save_latest, *args, **kwargs)
     return save_checkpoint
+
+
+def _after_pending_saves(original):
+    @functools.wraps(original)
+    def load_checkpoint(self, *args, **kwargs):
+        if isinstance(self.checkpoint_engine, NvcompCheckpointEngine):
+            self.checkpoint_engine.wait()  # before `latest` is read
+        return original(self, *args, **kwargs)
+    return load_checkpoint

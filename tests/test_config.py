@@ -20,9 +20,9 @@ def fails(block, *words):
 
 def test_defaults():
     assert Config() == Config.from_dict(None) == Config.from_dict({}) == Config.of(None) == Config.of({})
-    assert dataclasses.asdict(Config()) == {
+    assert Config().as_dict() == {
         "enabled": True, "codec": "deflate", "device": "auto", "verify": "auto", "min_bytes": 4096, "chunk_bytes": 0,
-        "gpu_memory": 512 * MIB, "threads": 0, "write_threads": 4, "fsync": True, "timeout": 1800.0}
+        "gpu_memory": 512 * MIB, "threads": 0, "write_threads": 4, "fsync": True, "async": False, "in_flight": 1, "timeout": 1800.0}
 
 
 def test_of_takes_what_it_gives():

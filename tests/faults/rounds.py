@@ -33,6 +33,7 @@ class Server:
         assert json.loads(self._process.stdout.readline()) == {"ready": True}
         self._replies: dict[int, Future] = {}
         self._ids, self._lock = itertools.count(), threading.Lock()
+        self.block: dict = {}  # keys of the configuration, for all jobs
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self):
@@ -42,7 +43,7 @@ class Server:
 
     def run(self, job: dict) -> "Round":
         """Run the saves of `job` on its ranks. `out` must be a new directory."""
-        job = {"timeout": 4.0, **job, "id": next(self._ids)}
+        job = {"timeout": 4.0, **job, "block": {**self.block, **job.get("block", {})}, "id": next(self._ids)}
         Path(job["out"]).mkdir(parents=True)
         reply = self._replies[job["id"]] = Future()
         with self._lock:

@@ -47,6 +47,7 @@ class Scenario:
     world: int = 2
     nodes: int = 1
     exchange: bool = True
+    asynchronous: bool = False  # then the steps are those of the thread behind training, and nothing is gathered over gloo
 
     def saves(self) -> list[dict]:
         faults = [] if self.exchange else [[list(range(self.world)), "no_exchange", {}]]
@@ -55,7 +56,7 @@ class Scenario:
 
     def job(self, where: Path, **more) -> dict:
         return dict(out=str(where / "out"), save_dir=str(where / "checkpoints"), world=self.world, nodes=self.nodes,
-                    timeout=TIMEOUT, saves=self.saves(), **more)
+                    timeout=TIMEOUT, saves=self.saves(), block={"async": self.asynchronous}, **more)
 
 
 SCENARIOS = {
@@ -63,6 +64,9 @@ SCENARIOS = {
     "new_tag": dict(),
     "overwrite": dict(old="global_step2"),
     "overwrite_without_exchange": dict(old="global_step2", exchange=False),
+    "async_first": dict(old=None, asynchronous=True),
+    "async_new_tag": dict(asynchronous=True),
+    "async_overwrite": dict(old="global_step2", asynchronous=True),
 }
 
 
@@ -74,6 +78,8 @@ def dry_run(server: Server, scenario: Scenario, where: Path) -> Round:
     assert check(save_dir, scenario.world)[scenario.new] == 2 and hidden(save_dir) == []
     kinds = {name.split(" ")[0].split(":")[0] for name in done.traces[0]}
     expected = set("gather all_gather stage publish write_latest sync_directory fsync replace write_at rmtree".split())
+    if scenario.asynchronous:
+        expected.remove("all_gather")
     expected |= {"exchange"} if scenario.old == scenario.new else {"rename"}
     assert kinds >= expected, f"no longer a step of a save: {expected - kinds}"
     return done
@@ -179,7 +185,9 @@ def kill_at_all(server, scenario, rank, where, record_property, choose=lambda po
 @pytest.mark.parametrize("name, world, nodes, rank", [
     ("first", 2, 1, 0), ("new_tag", 2, 1, 0), ("new_tag", 2, 1, 1), ("new_tag", 4, 1, 0), ("new_tag", 4, 1, 3),
     ("overwrite", 2, 1, 0), ("overwrite", 2, 1, 1), ("overwrite", 4, 1, 0), ("overwrite", 4, 1, 2), ("overwrite", 4, 2, 0),
-    ("overwrite", 4, 2, 2), ("overwrite_without_exchange", 2, 1, 0)])
+    ("overwrite", 4, 2, 2), ("overwrite_without_exchange", 2, 1, 0),
+    ("async_first", 2, 1, 0), ("async_new_tag", 2, 1, 0), ("async_new_tag", 4, 1, 3), ("async_overwrite", 2, 1, 0),
+    ("async_overwrite", 2, 1, 1), ("async_overwrite", 4, 2, 2)])
 def test_killed_at_every_step(server, tmp_path, record_property, name, world, nodes, rank):
     kill_at_all(server, Scenario(**SCENARIOS[name], world=world, nodes=nodes), rank, tmp_path, record_property)
 
@@ -188,7 +196,7 @@ QUICK = ["gather save:before", "write_at:midway", "publish:before", "exchange:af
          "rmtree .global_step2.replaced.staged:midway", "replace:before", "replace:after"]
 
 
-@pytest.mark.parametrize("name", ["new_tag", "overwrite"])
+@pytest.mark.parametrize("name", ["new_tag", "overwrite", "async_overwrite"])
 def test_killed_at_some_steps(server, tmp_path, record_property, name):
     def choose(points):
         return [[point for point in points if point[1] == step][-1] for step in QUICK if step in {point[1] for point in points}]

@@ -316,7 +316,7 @@ def run_rank(job: dict, rank: int) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank % per_node), LOCAL_WORLD_SIZE=str(per_node))
     torch.set_num_threads(1)
     store = dist.FileStore(str(out / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=job["timeout"]))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=job["timeout"] + 20))
     module = SimpleNamespace(DeepSpeedEngine=Host)
     deepspeed_engine.patch(module)
     host = Host({"timeout": job["timeout"], "threads": 1, "device": "cpu", **job.get("block", {})}, rank, world)
@@ -357,12 +357,15 @@ def _save(host, save_dir, save) -> dict:
     result = {"error": None, "message": "", "path": None, "rank": None}
     try:
         extra = save.get("extra", {}).get(str(host.rank), 0)
-        host.save_checkpoint(save_dir, save["tag"], version=save["version"], extra=extra)
+        try:
+            host.save_checkpoint(save_dir, save["tag"], version=save["version"], extra=extra)
+        finally:  # also where the barrier behind the save found that a rank is gone
+            host.checkpoint_engine.wait()
     except CommitError as err:
         result.update(error="CommitError", message=str(err), path=err.path, rank=err.rank)
     except Exception as err:
         result.update(error=type(err).__name__, message=traceback.format_exc())
-    return {**result, "committed": host.committed, "began": began, "ended": time.monotonic()}
+    return {**result, "committed": host.committed and result["error"] is None, "began": began, "ended": time.monotonic()}
 
 
 def plant(save_dir: Path, tags: list[str]) -> None:
