@@ -1,4 +1,4 @@
-"""`ds-nvcomp`: look into, verify, pack and unpack checkpoints.
+"""`ds-nvcomp`: look into, verify, pack and unpack checkpoints; measure what compressing them gains here.
 
 Results go to stdout, progress and errors to stderr. Exit status: 0 done, 1 something is wrong (said in one line), 2 wrong
 usage. torch is imported by the commands that need it, so that `--help` is quick.
@@ -17,7 +17,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from . import __version__
+from . import __version__, costs
 from .config import CODECS, DEVICES, VERIFY, Config, explain as explain_config
 from .errors import ConfigError, DsNvcompError
 
@@ -78,7 +78,8 @@ def _app(version: Annotated[bool, typer.Option("--version", callback=_version, i
     ds-nvcomp verify ckpt             [dim]# is every byte as it was written?[/dim]\n
     ds-nvcomp pack ckpt               [dim]# compress older files, in place[/dim]\n
     ds-nvcomp unpack ckpt plain       [dim]# a copy that only torch is needed for[/dim]\n
-    ds-nvcomp config --explain        [dim]# every setting of the JSON block[/dim]
+    ds-nvcomp config --explain        [dim]# every setting of the JSON block[/dim]\n
+    ds-nvcomp bench /mnt/ckpt         [dim]# how fast is it here, and which codec?[/dim]
     """
 
 
@@ -223,11 +224,88 @@ def config(file: Annotated[Optional[Path], typer.Argument(metavar="[FILE.json]",
     if explain:
         table = _table("key", "default", "value here" if file else None, "allowed", "what it does")
         for key, default, allowed, text in explain_config():
-            here = [json.dumps(getattr(values, key)).strip('"')] if file else []
+            here = [json.dumps(values.as_dict()[key]).strip('"')] if file else []
             table.add_row(*_cells(key, default, *here, allowed, text))
         _console().print(table)
     else:
-        _print_json({"nvcomp_checkpoint": asdict(values)})
+        _print_json({"nvcomp_checkpoint": values.as_dict()})
+
+
+def _duration(text: str) -> float:
+    try:
+        return costs.duration(text)
+    except ConfigError as err:
+        raise typer.BadParameter(str(err)) from None
+
+
+def _modelled(kind, name, text, metavar, **more):
+    """An option of the cost model."""
+    return Annotated[kind, typer.Option(name, help=text, metavar=metavar, rich_help_panel="Cost model", **more)]
+
+
+@_command
+def bench(path: Annotated[Optional[Path], typer.Argument(metavar="[PATH]", show_default=False,
+                                                         help="A directory where checkpoints are to be written: its speed is "
+                                                              "measured, too, and a codec recommended.")] = None,
+          device: Annotated[Device, typer.Option(help="Where to encode.")] = Device[_DEFAULT.device],
+          background: Annotated[bool, typer.Option("--async", help="Recommend for saves that are written behind training.")] = False,
+          fsync: Annotated[bool, typer.Option(help="Write PATH durably, as saves do.")] = _DEFAULT.fsync,
+          as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout; GB are 1e9 bytes, speeds GB/s of raw tensors.")] = False,
+          params: _modelled(Optional[float], "--params", "Parameters of the model.", "N", show_default=False) = None,
+          gpus: _modelled(Optional[int], "--gpus", "GPUs that wait for a save.", "N", show_default=False) = None,
+          bandwidth: _modelled(Optional[float], "--bandwidth", "To storage, of all GPUs together.", "GB/S", show_default=False) = None,
+          interval: _modelled(float, "--interval", "From one save's begin to the next one's: 90s, 30m, 2h.", "TIME", parser=_duration)
+          = "30m",
+          gpu_hour: _modelled(float, "--gpu-hour", "What a GPU costs an hour.", "MONEY") = 4.40,
+          bytes_per_param: _modelled(float, "--bytes-per-param", "Of a checkpoint: 14 of ZeRO-1 and 2 with Adam in bf16, 12 of ZeRO-3.",
+                                     "N") = costs.BYTES_PER_PARAM):
+    """Measure codecs and storage here, recommend a setting, and reckon costs.
+
+    Each codec that can run here encodes and decodes a sample of like-trained
+    fp32 and bf16 values. With PATH, a hidden file of up to 256 MiB is written
+    there, read back and removed. It takes a few seconds.
+
+    With --params, what checkpoints cost a training job in idle GPUs. That
+    alone measures nothing and reckons with a ratio of 0.81, that of a whole
+    ZeRO-2 checkpoint. With PATH, too, the recommendation is for a GPU's share
+    of the bandwidth, and what was measured of it is reckoned with: the ratio,
+    and on a GPU the speed. A month is 30 days.
+
+    [bold]Examples[/bold]
+
+    ds-nvcomp bench                     [dim]# the codecs on this machine[/dim]\n
+    ds-nvcomp bench /mnt/ckpt --async   [dim]# which to use for that target?[/dim]\n
+    ds-nvcomp bench --params 70e9 --gpus 128 --gpu-hour 4.40 --interval 30m --bandwidth 5
+    """
+    job = None
+    if params is not None:
+        if gpus is None or bandwidth is None:
+            raise typer.BadParameter("the cost model also takes --gpus and --bandwidth, such as --gpus 128 --bandwidth 5.")
+        job = costs.Job(params * bytes_per_param / 1e9, gpus, gpu_hour, interval, bandwidth)
+    elif gpus is not None or bandwidth is not None:
+        raise typer.BadParameter("--gpus and --bandwidth belong to the cost model, which takes --params, such as --params 70e9.")
+    found = None
+    if job is None or path is not None:
+        from .bench import run
+        found = run(path, Config(device=device.value, fsync=fsync, async_=background),
+                    **({"share": job.bandwidth / job.gpus} if job else {}))
+    figures = {}
+    if found and found.choice:
+        figures = {"ratio": found.choice.speed.ratio}
+        if found.on_gpu:
+            figures["snapshot"] = found.choice.speed.encode
+    ways = costs.costs(job, **figures) if job else []
+    if as_json:
+        _print_json({**({"measured": _measured(path, found)} if found else {}),
+                     **({"job": asdict(job), "figures": {"ratio": costs.RATIO, "snapshot": costs.SNAPSHOT, **figures},
+                         "costs": [asdict(way) for way in ways]} if job else {})})
+        return
+    if found:
+        _print_bench(path, found)
+        if job:
+            typer.echo()
+    if job:
+        _print_costs(job, ways, figures)
 
 
 @_command
@@ -341,6 +419,38 @@ def _print_report(done, report):
     before, after = report.bytes_before, report.bytes_after
     typer.echo(f"{done} {_count(len(report.converted), 'file')}, copied {report.copied}: {_size(before)} -> {_size(after)} "
                f"({_percent(after, before)}) in {_safe(report.destination)}")
+
+
+def _measured(path, found) -> dict:
+    chosen = found.choice and {key: getattr(found.choice.speed, key) for key in ("codec", "chunk_bytes", "threads")}
+    return {"device": found.device, "copy_to_host": found.copy, "codecs": [asdict(speed) for speed in found.speeds],
+            "path": found.disk and {"path": str(path), **asdict(found.disk)},
+            "recommendation": chosen and {**chosen, "reason": found.choice.reason}}
+
+
+def _print_bench(path, found):
+    table = _table("codec", ">chunk", None if found.on_gpu else ">threads", ">ratio", ">encode GB/s", ">decode GB/s")
+    for speed in found.speeds:
+        threads = [] if found.on_gpu else [str(speed.threads or "all")]
+        table.add_row(*_cells(speed.codec, _size(speed.chunk_bytes), *threads, f"{speed.ratio:.3f}", f"{speed.encode:.3g}",
+                              f"{speed.decode:.3g}"))
+    typer.echo(f"{found.device}, like-trained fp32 and bf16" + (f"; copies to the host {found.copy:.3g} GB/s" if found.copy else ""))
+    _console().print(table)
+    if found.disk:
+        how = "made durable" if found.disk.fsync else "not made durable"
+        typer.echo(f"\n{_safe(path)}: writes {found.disk.write:.3g} GB/s, {how}, reads {found.disk.read:.3g} GB/s "
+                   f"(one process, {_size(found.disk.bytes)})\nrecommended: {found.choice.reason}")
+
+
+def _print_costs(job, ways, figures):
+    typer.echo(f"A checkpoint of {job.checkpoint:,.0f} GB by {_count(job.gpus, 'GPU')} every {job.interval:g} s to storage of "
+               f"{job.bandwidth:g} GB/s; ratio {figures.get('ratio', costs.RATIO):.3g}, "
+               f"{'measured here' if figures else 'as measured on a whole ZeRO-2 checkpoint'}")
+    table = _table("way", ">GB stored", ">s a save", ">s GPUs wait", ">saves a month", ">idle GPU hours a month", ">money a month")
+    for way in ways:
+        table.add_row(*_cells(way.way, f"{way.stored:,.0f}", f"{way.save_seconds:,.1f}", f"{way.stall_seconds:,.2f}",
+                              f"{way.saves:,.0f}", f"{way.gpu_hours:,.0f}", f"{way.money:,.0f}"))
+    _console().print(table)
 
 
 def _console():

@@ -51,6 +51,8 @@ class Config:
     fsync: bool = _key(True, "Make files and directories durable before a checkpoint counts as complete.")
     async_: bool = _key(False, "save_checkpoint returns when the compressed state is in host memory; writing, agreement of the ranks "
                         "and `latest` go on behind training. Errors are raised by the next save, wait() or load.")
+    overlap: bool = _key(False, "Like async, and the snapshot itself is taken during the next forward and backward; only the optimizer "
+                         "step waits for it. Parameters and optimizer state must change nowhere else.")
     in_flight: int = _key(1, "Asynchronous saves that may be unfinished; the next one waits.", at_least=1, at_most=16)
     timeout: float = _key(1800.0, "Seconds the ranks wait for one another at commit before the save fails on all of them.",
                           at_least=1)
@@ -77,6 +79,11 @@ class Config:
     def as_dict(self) -> dict[str, Any]:
         """The block that `from_dict` makes this of."""
         return {key(spec): getattr(self, spec.name) for spec in fields(self)}
+
+    @property
+    def behind(self) -> bool:
+        """Whether saves are completed behind training."""
+        return self.async_ or self.overlap
 
     @property
     def verifies(self) -> bool:

@@ -36,7 +36,7 @@ def path(tmp_path):
 
 def test_help_teaches():
     text = run("--help").stdout
-    for command in ("inspect", "verify", "pack", "unpack", "config", "demo"):
+    for command in ("inspect", "verify", "pack", "unpack", "config", "bench", "demo"):
         assert command in text and "Examples" in text
         helped = run(command, "--help")
         assert helped.exit_code == 0 and "Example" in helped.stdout and f"ds-nvcomp {command}" in helped.stdout

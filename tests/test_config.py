@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from ds_nvcomp.config import CODECS, Config, explain
+from ds_nvcomp.config import CODECS, Config, explain, key
 from ds_nvcomp.errors import ConfigError
 
 MIB = 1 << 20
@@ -22,12 +22,18 @@ def test_defaults():
     assert Config() == Config.from_dict(None) == Config.from_dict({}) == Config.of(None) == Config.of({})
     assert Config().as_dict() == {
         "enabled": True, "codec": "deflate", "device": "auto", "verify": "auto", "min_bytes": 4096, "chunk_bytes": 0,
-        "gpu_memory": 512 * MIB, "threads": 0, "write_threads": 4, "fsync": True, "async": False, "in_flight": 1, "timeout": 1800.0}
+        "gpu_memory": 512 * MIB, "threads": 0, "write_threads": 4, "fsync": True, "async": False, "overlap": False, "in_flight": 1, "timeout": 1800.0}
 
 
 def test_of_takes_what_it_gives():
     config = Config(codec="zstd")
     assert Config.of(config) is config and Config.of({"codec": "zstd"}) == config
+
+
+def test_async_is_a_key_and_no_name():
+    assert Config.from_dict({"async": True}) == Config(async_=True) == Config.from_dict(Config(async_=True).as_dict())
+    assert Config(async_=True).behind and Config(overlap=True).behind and not Config().behind
+    fails({"async_": True}, "unknown key 'async_'", "Did you mean 'async'?")
 
 
 def test_frozen():
@@ -106,7 +112,7 @@ def test_timeout():
         fails({"timeout": wrong}, "expected float", repr(wrong))
 
 
-@pytest.mark.parametrize("key", [field.name for field in dataclasses.fields(Config) if field.name not in ("device", "codec", "verify")])
+@pytest.mark.parametrize("key", [key(field) for field in dataclasses.fields(Config) if field.name not in ("device", "codec", "verify")])
 def test_auto_of_the_launcher(key):
     """Accelerate resolves "auto" in DeepSpeed's own blocks only; the message says to leave the key out."""
     fails({key: "auto"}, f"nvcomp_checkpoint.{key}", "auto", "leave the key out")
@@ -114,7 +120,7 @@ def test_auto_of_the_launcher(key):
 
 def test_every_key_is_explained():
     rows = explain()
-    assert [row[0] for row in rows] == [field.name for field in dataclasses.fields(Config)]
+    assert [row[0] for row in rows] == [key(field) for field in dataclasses.fields(Config)]
     for name, default, allowed, text in rows:
         assert default and allowed and len(text) > 20, name
     assert dict((row[0], row[1:3]) for row in rows)["threads"] == ("0", "int >= 0, <= 1024")
