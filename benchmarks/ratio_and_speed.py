@@ -60,15 +60,14 @@ def zstd_raw(tensors) -> float:
     total = raw = 0
     for tensor in tensors:
         data = tensor.reshape(-1).view(torch.uint8)
-        payload, = encode([Source(data, transforms.WHOLE)], Config(codec="zstd", device="gpu"))
+        [(_, payload)] = encode([Source(data, transforms.WHOLE)], Config(codec="zstd", device="gpu"))
         total, raw = total + payload.nbytes, raw + data.numel()
     return total / raw
 
 
 def ratio(tensors, codec) -> float:
     sources = [Source(t.reshape(-1).view(torch.uint8), transforms.for_dtype(str(t.dtype).removeprefix("torch."))) for t in tensors]
-    payloads = encode(sources, Config(codec=codec, device="gpu"))
-    return sum(p.nbytes for p in payloads) / sum(s.data.numel() for s in sources)
+    return sum(payload.nbytes for _, payload in encode(sources, Config(codec=codec, device="gpu"))) / sum(s.data.numel() for s in sources)
 
 
 def timed(action, repeats=5) -> float:
@@ -85,6 +84,19 @@ def timed(action, repeats=5) -> float:
     return statistics.median(times[1:])
 
 
+class Nowhere:
+    """Takes packed tiles, and leaves them on the device."""
+
+    def __init__(self, nbytes):
+        pass
+
+    def append(self, tile):
+        pass
+
+    def take(self, start, stop):
+        return [b""]
+
+
 def speed(weights, codec, gpu_memory, verify) -> tuple[float, float]:
     """GB/s of fp32 input, encode (split, code, pack, checksum; with `verify` also decode and compare) and decode, on 8 GiB of it, no
     host copy."""
@@ -92,14 +104,9 @@ def speed(weights, codec, gpu_memory, verify) -> tuple[float, float]:
     data = weights.repeat(copies)[: 2 << 30].view(torch.uint8)
     source, config = Source(data, transforms.SPLIT32), Config(codec=codec, gpu_memory=gpu_memory, verify=verify)
     wanted = codecs.BY_NAME[codec]
-    encoder = gpu._Encoder(torch.device(DEVICE), source.transform, wanted, config, [source], deliver=lambda packed: packed)
-    encoder._assemble = lambda *parts: None
-    gpu._Encoder._collect, collect = staticmethod(lambda work: (work["done"].synchronize(), None)), gpu._Encoder._collect
-    try:
-        encode_ms = timed(lambda: encoder.run(lambda raw: None))
-    finally:
-        gpu._Encoder._collect = staticmethod(collect)
-    payload, = encode([source], Config(codec=codec, device="gpu"))
+    encode_ms = timed(lambda: list(gpu._Encoder(torch.device(DEVICE), source.transform, wanted, config, [source], into=Nowhere)
+                                   .run(lambda raw: None)))
+    [(_, payload)] = encode([source], Config(codec=codec, device="gpu"))
     stored = torch.cat([torch.frombuffer(bytearray(part), dtype=torch.uint8) if isinstance(part, bytes) else torch.from_numpy(part)
                         for part in payload.parts]).to(DEVICE)
     parsed = parse_payload(stored)
