@@ -12,16 +12,19 @@ import itertools
 import os
 import time
 import weakref
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Callable
 
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
 
 from .archive import SaveReport, files, load
-from .archive.writer import Snapshot, save, snapshot, write
+from .archive.writer import Snapshot, save, snapshot, snapshot_later, write
 from .checkpoint import STATES_SUFFIX
+from .checkpoint.auto import Chooser
 from .checkpoint.background import Background
 from .checkpoint.commit import Commit
 from .checkpoint.ranks import Ranks, StoreRanks, job_store
@@ -41,6 +44,7 @@ class NvcompCheckpointEngine(CheckpointEngine):
         self.config = Config.of(config if config is not None else _block(config_params))
         self.save_latest: str | None = None     # the tag that `latest` shall name, set by the hook around save_checkpoint
         self._ranks = Ranks(self.config.timeout)
+        self._chooser, self._chosen = Chooser(self.config, rank=self._ranks.rank), self.config.concrete
         self._host = lambda: None
         self._tag: str | None = None
         self._final: Path | None = None
@@ -48,6 +52,7 @@ class NvcompCheckpointEngine(CheckpointEngine):
         self._saved: _Saved | None = None
         self._cached = None
         self._background = Background(self.config.in_flight)
+        self._overlapped = Background(limit=1 << 30)  # snapshots under way; what bounds them is `_background`
         self._store, self._number = job_store(), next(_numbers)
         self._saves = 0
         self._events: list = []
@@ -74,7 +79,8 @@ class NvcompCheckpointEngine(CheckpointEngine):
 
     def _open(self, final: Path) -> None:
         self._final = final.absolute()
-        if not self.config.async_:
+        self._chosen = self._chooser.config(self._final.parent)
+        if not self.config.behind:
             commit = Commit(self._final, self._ranks, fsync=self.config.fsync)
             commit.begin()
             self._commit = commit
@@ -110,11 +116,32 @@ class NvcompCheckpointEngine(CheckpointEngine):
             else:
                 _save_plain(state_dict, path)
         elif self._commit is None:
-            saved.snapshots[path] = snapshot(state_dict, self.config, root=path.stem) if states else _PlainFile(state_dict)
+            saved.snapshots[path] = self._take(state_dict, path) if states else _plain_file(state_dict)
         elif states:
-            saved.add(self._commit.stage(path), write(state_dict, self._commit.stage(path), self.config, root=path.stem))
+            report = write(state_dict, self._commit.stage(path), self._chosen, root=path.stem)
+            saved.add(self._commit.stage(path), report)
+            self._chooser.observe(report.raw_bytes, report.stored_bytes, report.encode_seconds, report.seconds)
         else:
             _save_plain(state_dict, self._commit.stage(path))
+
+    def _take(self, state_dict, path) -> Callable[[], Snapshot]:
+        """A function that returns the snapshot, when it is taken."""
+        if not self.config.overlap:
+            taken = snapshot(state_dict, self._chosen, root=path.stem)
+            return lambda: taken
+        host = self._host()
+        buffers = {buffer.untyped_storage().data_ptr() for buffer in host.module.buffers()} if host is not None else ()
+        take = Future()
+        later = snapshot_later(state_dict, self._chosen, root=path.stem, moving=buffers)  # forward passes change buffers
+        self._overlapped.submit(f"the snapshot of {path.name}", lambda: _fulfil(take, later))
+        return take.result
+
+    def settle(self) -> None:
+        """Wait until parameters and optimizer state may change again: called before each optimizer step."""
+        if self._overlapped.busy:
+            began = time.perf_counter()
+            self._overlapped.wait()
+            logger.debug(f"the optimizer waited {time.perf_counter() - began:.3f} s for the snapshot.")
 
     def commit(self, info) -> bool:
         """Publish the checkpoint on all ranks, or raise `CommitError` on all of them and leave the previous one current. With `async`,
@@ -140,14 +167,17 @@ class NvcompCheckpointEngine(CheckpointEngine):
         commit = Commit(final, ranks, fsync=self.config.fsync)
         commit.begin()
         for path in list(saved.snapshots):
-            taken = saved.snapshots.pop(path)  # its memory is free for the next save when it is written
             try:
+                taken = saved.snapshots.pop(path)()  # its memory is free for the next save when it is written
                 target = commit.stage(path)
-                taken.write(target)
-                if isinstance(taken, Snapshot):
-                    saved.add(target, taken.report)
+                began = time.perf_counter()
+                report = taken.write(target)
+                if report is not None:
+                    saved.add(target, report)
+                    self._chooser.observe(report.raw_bytes, report.stored_bytes, report.encode_seconds, time.perf_counter() - began)
             except Exception as err:
                 saved.fail(err, path, ranks.rank)
+            taken = None
         commit.finish(saved.failure, latest, saved.written)
         self._report(saved, ranks, blocked)
         ranks.part()
@@ -205,12 +235,6 @@ class NvcompCheckpointEngine(CheckpointEngine):
         """False spares DeepSpeed a copy of every tensor to the host: only the used span of a storage is written anyway."""
         return False
 
-    def cleanup(self) -> None:
-        """Called by `DeepSpeedEngine.destroy`. Raises what an asynchronous save raised."""
-        self._forget()
-        self.wait()
-
-
 _numbers = itertools.count()  # of engines, which all ranks make in the same order
 
 
@@ -222,7 +246,7 @@ class _Saved:
     failure: Exception | None = None
     reports: list[SaveReport] = field(default_factory=list)
     written: dict[str, tuple[int, int]] = field(default_factory=dict)   # staged path: bytes and digest
-    snapshots: dict[Path, "Snapshot | _PlainFile"] = field(default_factory=dict)  # what is still to be written
+    snapshots: dict[Path, Callable] = field(default_factory=dict)  # what is still to be written, when it is called
 
     def add(self, target: Path, report: SaveReport) -> None:
         self.reports.append(report)
@@ -247,21 +271,27 @@ class _PlainFile:
             file.write_at(0, [self._bytes.getbuffer()])
 
 
+def _plain_file(state_dict):
+    taken = _PlainFile(state_dict)
+    return lambda: taken
+
+
+def _fulfil(future: Future, function) -> None:
+    """What `function` returns or raises becomes the future's; it is heard of there."""
+    try:
+        future.set_result(function())
+    except Exception as err:
+        future.set_exception(err)
+
+
 def _block(config_params) -> dict:
     return dict(getattr(config_params, "_param_dict", None) or {}).get(BLOCK)
 
 
 def _save_plain(state_dict, path: Path) -> None:
     """torch.save's own format, replacing `path` only when the new file is whole."""
-    part = path.with_name(f".{path.name}.part")
-    try:
-        with open(part, "wb") as file:
-            torch.save(state_dict, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    with files.replacing(path, fsync=True, name=f".{path.name}.part") as part:
+        _PlainFile(state_dict).write(part)
 
 
 def _location_key(map_location):
@@ -291,8 +321,11 @@ def patch(engine_module) -> None:
     host = engine_module.DeepSpeedEngine
     host._configure_checkpointing = _choosing(host._configure_checkpointing)
     host.save_checkpoint = _committing_latest(host.save_checkpoint)
-    if hasattr(host, "load_checkpoint"):
-        host.load_checkpoint = _after_pending_saves(host.load_checkpoint)
+    for name, first in (("load_checkpoint", NvcompCheckpointEngine.wait),       # or it reads an old `latest`
+                        ("destroy", NvcompCheckpointEngine.wait),
+                        ("_take_model_step", NvcompCheckpointEngine.settle)):  # in every engine, before parameters change
+        if hasattr(host, name):
+            setattr(host, name, _after(first, getattr(host, name)))
 
 
 def _choosing(original):
@@ -337,10 +370,11 @@ def _committing_latest(original):
     return save_checkpoint
 
 
-def _after_pending_saves(original):
+def _after(first, original):
     @functools.wraps(original)
-    def load_checkpoint(self, *args, **kwargs):
-        if isinstance(self.checkpoint_engine, NvcompCheckpointEngine):
-            self.checkpoint_engine.wait()  # before `latest` is read
+    def function(self, *args, **kwargs):
+        engine = getattr(self, "checkpoint_engine", None)  # none yet, where __init__ failed
+        if isinstance(engine, NvcompCheckpointEngine):
+            first(engine)
         return original(self, *args, **kwargs)
-    return load_checkpoint
+    return function

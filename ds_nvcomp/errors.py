@@ -4,6 +4,7 @@
     ├── ConfigError                 a configuration key or value is wrong               (also a ValueError)
     ├── CodecUnavailableError       this machine or environment lacks what a codec needs (also a RuntimeError)
     │   └── UntrustedCodecError     the only decoder of a codec is not safe on bytes from a stranger
+    ├── NotEnoughMemoryError        a file announces more than the memory that is available   (also a MemoryError)
     ├── EncodeError                 a tensor could not be encoded
     ├── FormatError                 bytes that were read are not what FORMAT.md says     (also a ValueError)
     │   ├── TruncatedError          fewer bytes than the file itself announces
@@ -25,9 +26,9 @@ and what to do about it.
 from __future__ import annotations
 
 __all__ = [
-    "DsNvcompError", "ConfigError", "CodecUnavailableError", "UntrustedCodecError", "EncodeError", "FormatError", "TruncatedError", "HeaderError",
-    "UnsupportedVersionError", "TableError", "ChecksumError", "DecodeError", "ArchiveError", "CheckpointError", "SaveError",
-    "CommitError", "UnsupportedSetupError", "DirectoryError",
+    "DsNvcompError", "ConfigError", "CodecUnavailableError", "UntrustedCodecError", "NotEnoughMemoryError", "EncodeError",
+    "FormatError", "TruncatedError", "HeaderError", "UnsupportedVersionError", "TableError", "ChecksumError", "DecodeError",
+    "ArchiveError", "CheckpointError", "SaveError", "CommitError", "UnsupportedSetupError", "DirectoryError",
 ]
 
 
@@ -69,6 +70,10 @@ class CodecUnavailableError(DsNvcompError, RuntimeError):
 
 
 class UntrustedCodecError(CodecUnavailableError):
+    pass
+
+
+class NotEnoughMemoryError(DsNvcompError, MemoryError):
     pass
 
 

@@ -2,11 +2,14 @@
 import os
 import pickle
 from collections import OrderedDict
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from torch.serialization import location_tag
 
+import ds_nvcomp
 from ds_nvcomp.archive.scan import scan
 from ds_nvcomp.checkpoint import convert
 from ds_nvcomp.checkpoint.compare import assert_same
@@ -160,18 +163,46 @@ def test_what_does_not_shrink_stays_as_it_is(tmp_path):
     assert pack(path, None, FAST).converted == [] and path.read_bytes() == before
 
 
+@contextmanager
+def located(tensor, location):
+    """`tensor` says that it is at `location`. Only in here: its storage's identity becomes another's when it is gone, which a later
+    test then could not load."""
+    here, registry = tensor.untyped_storage()._cdata, torch.serialization._package_registry
+    before = list(registry)
+    torch.serialization.register_package(2, lambda storage: location if storage._cdata == here else None, lambda storage, location: None)
+    try:
+        yield
+    finally:
+        registry[:] = before
+
+
 def test_locations_are_kept(tmp_path):
-    """A file of CUDA tensors, written where there is no GPU: rewrite the tag, as long as `cpu`, in a plain file."""
+    """A file of CUDA tensors, written where there is no GPU."""
     path = tmp_path / "x.pt"
     tensor = torch.randn(50_000)
-    here = tensor.untyped_storage()._cdata
-    torch.serialization.register_package(2, lambda storage: "cuda:1" if storage._cdata == here else None,
-                                         lambda storage, location: None)
-    torch.save({"gpu": tensor, "cpu": torch.randn(50_000)}, path)
+    with located(tensor, "cuda:1"):
+        torch.save({"gpu": tensor, "cpu": torch.randn(50_000)}, path)
     for step in (pack, unpack):
         step(path)
         assert [row.storage.location for row in scan(path).rows] == ["cuda:1", "cpu"]
     assert torch.equal(torch.load(path, map_location="cpu")["gpu"], tensor)
+
+
+def test_locations_are_those_of_the_loaded_storages_only(tmp_path):
+    """Storages are known by identities, which are used again: none may be while it stands for a location."""
+    tensor = torch.randn(50_000)
+    with located(tensor, "cuda:1"):
+        torch.save({"gpu": tensor}, tmp_path / "plain.pt")
+        ds_nvcomp.save({"gpu": tensor}, tmp_path / "packed.pt")
+    for name in ("plain.pt", "packed.pt"):
+        loaded = Loaded(tmp_path / name)
+        with loaded:
+            loaded.object.clear()
+            strangers = [torch.empty(50_000) for _ in range(100)]
+            assert {location_tag(tensor.untyped_storage()) for tensor in strangers} == {"cpu"}
+        del loaded
+        strangers += [torch.empty(50_000) for _ in range(100)]
+        assert {location_tag(tensor.untyped_storage()) for tensor in strangers} == {"cpu"}
 
 
 @pytest.mark.parametrize("in_place", [True, False])

@@ -78,6 +78,25 @@ def test_feature(launched, case):
     launched("features").check(case)
 
 
+@pytest.mark.parametrize("group, case", [
+    *params("behind", "async_zero2_bf16 async_zero3_bf16 overlap_zero2_bf16 overlap_zero3_bf16 overlap_zero1_fp32 "
+                      "async_saves_follow_one_another two_in_flight overlapping_saves two_overlapping_saves"),
+    *params("pipeline", "async_pipeline overlap_pipeline")])
+def test_behind_training(launched, group, case):
+    """Asynchronous saves, and those whose snapshot overlaps with the next forward and backward."""
+    launched(group).check(case)
+
+
+def test_the_last_save_before_the_exit(launched):
+    """The script ends, and its process group with it, while the save goes on: the processes end when it is complete."""
+    group = launched("exit")
+    group.check("left_at_exit")
+    assert all(process.returncode == 0 for process in group.processes)
+    directory = group.out / "left_at_exit"
+    assert (directory / "latest").read_text() == "global_step1" and not list(directory.glob(".*"))
+    assert len(list((directory / "global_step1").glob("*_states.pt"))) == 3
+
+
 @pytest.mark.parametrize("case", "slow_rank failing_rank_1 failing_rank_0 reader_meanwhile".split())
 def test_commit(launched, case):
     launched("commit").check(case)

@@ -27,7 +27,7 @@ def documented():
 
 
 def test_docstring_is_the_tree():
-    builtins = {"ValueError": ValueError, "RuntimeError": RuntimeError}
+    builtins = {"ValueError": ValueError, "RuntimeError": RuntimeError, "MemoryError": MemoryError}
     for name, parent, also in documented():
         kind = getattr(errors, name)
         bases = (getattr(errors, parent) if parent else Exception, *([builtins[also]] if also else []))

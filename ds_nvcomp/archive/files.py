@@ -5,9 +5,11 @@ import ctypes
 import errno
 import mmap
 import os
+import secrets
 import threading
 from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Sequence
 
@@ -61,7 +63,10 @@ class Writer:
     def write_at(self, offset: int, buffers: Sequence) -> None:
         """Write all of `buffers` one after the other from `offset`, now or before the end. Raises what an earlier write has raised."""
         for buffer in buffers:
-            view = memoryview(buffer).cast("B")
+            view = memoryview(buffer)
+            if not view.nbytes:
+                continue
+            view = view.cast("B")
             self._given += view.nbytes
             while view.nbytes:
                 number, inside = divmod(offset, WINDOW)
@@ -84,7 +89,8 @@ class Writer:
             self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="ds_nvcomp write")
             self._way = self._best_way()
         while self._running and self._running[0].done():
-            self._running.pop(0).result()
+            self._running[0].result()
+            self._running.pop(0)  # one that failed stays, so that the end fails as well, should the caller go on to it
         self._running.append(self._pool.submit(self._write, number, self._windows.pop(number), self._way))
 
     def _best_way(self):
@@ -100,11 +106,10 @@ class Writer:
         return _plainly
 
     def _write(self, number, pieces, way):
-        pieces.sort(key=lambda piece: piece[0])
-        views = [view for _, view in pieces]
-        way(self._fd, views, number * WINDOW + pieces[0][0])
+        for start, views in _runs(pieces):  # one, but for a window with holes, which is not whole
+            way(self._fd, views, number * WINDOW + start)
         with self._lock:
-            self._written += sum(view.nbytes for view in views)
+            self._written += sum(view.nbytes for _, view in pieces)
 
     def _directly(self, fd, views, offset):
         if not hasattr(self._local, "buffer"):
@@ -116,6 +121,17 @@ class Writer:
             if err.errno != errno.EINVAL:  # what a device with larger blocks says
                 raise
             _plainly(fd, views, offset)
+
+
+def _runs(pieces):
+    """(start, views) of each stretch of (start, view) without a hole."""
+    runs, end = [], None
+    for start, view in sorted(pieces, key=lambda piece: piece[0]):
+        if start != end:
+            runs.append((start, []))
+        runs[-1][1].append(view)
+        end = start + view.nbytes
+    return runs
 
 
 def _gather(views, whole):
@@ -149,6 +165,21 @@ def _plainly(fd: int, buffers: Sequence, offset: int) -> None:
             done -= pending.pop(0).nbytes
         if done:
             pending[0] = pending[0][done:]
+
+
+@contextmanager
+def replacing(path, *, fsync: bool, name: str | None = None):
+    """A hidden path beside `path` (of `name`, or one that nobody has) to write a file to. At the end it takes the name `path`, durably if
+    `fsync`; after an exception it is gone, and what was at `path` is there. Raises OSError."""
+    path = Path(path)
+    part = path.with_name(name or f".ds_nvcomp-{secrets.token_hex(4)}.part")
+    try:
+        yield part
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+    if fsync:
+        sync_directory(path.parent)
 
 
 def sync_directory(path) -> None:

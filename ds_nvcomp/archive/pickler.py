@@ -29,14 +29,21 @@ class Span:
     name: str
     start: int
     stop: int
+    held: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:
         return self.stop - self.start
 
+    def hold(self) -> None:
+        """From now on `data` is what it is now, whatever happens to the storage."""
+        self.held = self.data.clone()
+
     @property
     def data(self) -> torch.Tensor:
-        """uint8 [nbytes], aliasing the storage."""
+        """uint8 [nbytes], aliasing the storage unless held."""
+        if self.held is not None:
+            return self.held
         whole = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
         return whole.set_(self.storage, self.start, (self.nbytes,), (1,))
 
@@ -87,13 +94,13 @@ class _Collector(_Pickler):
             self.ranges.setdefault(storage._cdata, []).append(byte_range(tensor, offset))
         return _Placeholder(), 0
 
-    def persistent_id(self, obj):
+    def reducer_override(self, obj):  # asked for less than persistent_id would be, which is called for every int
         if isinstance(obj, torch.storage.TypedStorage):
             obj = obj._untyped_storage
         elif not torch.is_storage(obj):
-            return None
+            return super().reducer_override(obj)
         self.whole[obj._cdata] = obj  # met by itself, not under a plain tensor: torch's to write, and shared as torch shares it
-        return "storage"
+        return int, ()
 
 
 # Flat buffers pad between tensors for alignment. Wider gaps are other tensors, that this object does not save: an expert's file
@@ -107,6 +114,7 @@ class Plan:
     """What `collect` found: the spans of each storage, in order of their bytes. It keeps the storages alive, so that no identity is reused."""
     storages: dict[int, tuple[torch.UntypedStorage, torch.dtype]]
     spans: dict[int, list[Span]]
+    others: bool  # whether there are storages besides, which torch writes: of sparse tensors, or by themselves
 
     def all_spans(self) -> list[Span]:
         return [span for spans in self.spans.values() for span in spans]
@@ -132,7 +140,27 @@ def collect(obj) -> Plan:
                 merged[-1].stop = max(merged[-1].stop, stop)
             else:
                 merged.append(Span(storage, dtype, names.get((key, first), ""), start, stop))
-    return Plan(collector.storages, spans)
+    return Plan(collector.storages, spans, bool(collector.whole))
+
+
+def freeze(obj):
+    """A copy of `obj` with the same tensors in it, that further changes to its other parts do not reach. Raises what pickling raises."""
+    tensors, file = [], io.BytesIO()
+
+    class Freezer(pickle.Pickler):
+        def persistent_id(self, value):
+            if not (isinstance(value, torch.Tensor) or torch.is_storage(value) or isinstance(value, torch.storage.TypedStorage)):
+                return None
+            tensors.append(value)
+            return len(tensors) - 1
+
+    class Thawer(pickle.Unpickler):
+        def persistent_load(self, number):
+            return tensors[number]
+
+    Freezer(file, protocol=pickle.HIGHEST_PROTOCOL).dump(obj)
+    file.seek(0)
+    return Thawer(file).load()
 
 
 @dataclass

@@ -48,7 +48,8 @@ def storage_dtype(dtype: torch.dtype) -> torch.dtype:
 def unpack(payload: torch.storage.TypedStorage, meta: dict) -> torch.storage.TypedStorage:
     """Decode `payload` (uint8) to a storage of `meta["bytes"]` bytes of `meta["dtype"]` on the payload's device.
 
-    Raises a `FormatError` for damaged or hostile bytes, `CodecUnavailableError` where the codec cannot run.
+    Raises a `FormatError` for damaged or hostile bytes, `CodecUnavailableError` where the codec cannot run, `NotEnoughMemoryError`
+    where there is no room for what the payload announces.
     """
     return _unpack(payload, meta, trusted=True)
 

@@ -2,18 +2,18 @@
 from __future__ import annotations
 
 import os
-import secrets
 import stat
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Callable, Collection, Iterator
 
 import torch
 from torch.serialization import location_tag
 
 from ..config import Config
 from ..encoding import transforms
-from ..pipeline import Source, encode
+from ..pipeline import Payload, Source, encode
 from . import files, pickler, seal
 from .container import Container
 from .storage import describe, dtype_name
@@ -21,11 +21,15 @@ from .storage import describe, dtype_name
 
 @dataclass(frozen=True)
 class SaveReport:
-    """`raw_bytes` are the tensor bytes that were saved, `stored_bytes` the size of the file, `digest` the CRC-32 of its zip directory."""
+    """`raw_bytes` are the tensor bytes that were saved, `stored_bytes` the size of the file, `digest` the CRC-32 of its zip directory.
+
+    `seconds` are all that it took, `encode_seconds` until the last byte was encoded.
+    """
     raw_bytes: int
     stored_bytes: int
     seconds: float
     digest: int = 0
+    encode_seconds: float = 0.0
 
     @property
     def ratio(self) -> float:
@@ -42,18 +46,12 @@ def save(obj, f, config=None, *, pickle_protocol: int = 2, progress=None) -> Sav
     config = Config.of(config)
     if isinstance(f, (str, os.PathLike)):
         path = Path(os.path.realpath(f))  # a link stays one
-        part = path.with_name(f".ds_nvcomp-{secrets.token_hex(4)}.part")
-        try:
+        with files.replacing(path, fsync=config.fsync) as part:
             report = write(obj, part, config, root=path.stem or "archive", pickle_protocol=pickle_protocol, progress=progress)
             if path.exists():
                 part.chmod(stat.S_IMODE(path.stat().st_mode))
-            os.replace(part, path)
-            if config.fsync:
-                files.sync_directory(path.parent)
-        finally:
-            part.unlink(missing_ok=True)
         return report
-    return _write(obj, lambda offset, buffers: _append(f, buffers), config, "archive", pickle_protocol, progress)
+    return _write(_Archive(obj, config, pickle_protocol, progress), lambda offset, buffers: _append(f, buffers), "archive")
 
 
 def _append(file, buffers) -> None:
@@ -70,74 +68,125 @@ def write(obj, path, config: Config, *, root: str, pickle_protocol: int = 2, pro
 
     What is encoded is written while the rest is being encoded.
     """
+    began = time.perf_counter()
     with files.Writer(path, fsync=config.fsync, threads=config.write_threads) as file:
-        return _write(obj, file.write_at, config, root, pickle_protocol, progress, file.expect_room)
+        report = _write(_Archive(obj, config, pickle_protocol, progress), file.write_at, root, file.expect_room)
+    return replace(report, seconds=time.perf_counter() - began)
 
 
-@dataclass(frozen=True)
 class Snapshot:
-    """An archive in host memory: `pieces` are (offset, buffers). Nothing of it aliases the object, which may change."""
-    pieces: list
-    report: SaveReport
-    config: Config
+    """An archive in host memory, of which nothing aliases the object."""
 
-    def write(self, path) -> None:
+    def __init__(self, archive: "_Archive", root: str):
+        self._records, self._archive, self._root = list(archive.records()), archive.let_go(), root
+
+    def write(self, path) -> SaveReport:
         """Write it to `path`, truncating what is there; durable when this returns if the configuration says so."""
-        with files.Writer(path, fsync=self.config.fsync, threads=self.config.write_threads) as file:
-            file.expect_room(self.report.stored_bytes)
-            for offset, buffers in self.pieces:
-                file.write_at(offset, buffers)
+        config = self._archive.config
+        with files.Writer(path, fsync=config.fsync, threads=config.write_threads) as file:
+            file.expect_room(sum(payload.nbytes for _, payload in self._records if isinstance(payload, Payload)))
+            return _write(self._archive, file.write_at, self._root, records=self._records)
 
 
 def snapshot(obj, config: Config, *, root: str, pickle_protocol: int = 2) -> Snapshot:
     """Encode `obj` to host memory. Raises `EncodeError`, `CodecUnavailableError`."""
-    pieces = []
-    report = _write(obj, lambda offset, buffers: pieces.append((offset, buffers)), config, root, pickle_protocol, alias=False)
-    return Snapshot(pieces, report, config)
+    return Snapshot(_Archive(obj, config, pickle_protocol, alias=False), root)
 
 
-def _write(obj, write_at, config, root, protocol, progress=None, room=lambda nbytes: None, alias=True):
-    """`room(nbytes)` may refuse to go on when it is known how much will be written next. With `alias`, what is handed to `write_at`
-    may be memory of `obj`."""
-    began = time.perf_counter()
+HELD = 1 << 20  # bytes; smaller storages are copied at once
+
+
+def snapshot_later(obj, config: Config, *, root: str, moving: Collection[int] = (), pickle_protocol: int = 2) -> Callable[[], Snapshot]:
+    """A function that takes the snapshot of `obj` as it is now, when called, on any thread.
+
+    Until it is done, the large storages of `obj` must not change, but for those at the addresses `moving`. What else is in `obj` may:
+    it is copied here.
+    """
     plan = pickler.collect(obj)
-    spans = plan.all_spans()
-    worth = [span for span in spans if span.nbytes >= config.min_bytes]
-    sources = [Source(span.data, transforms.for_dtype(dtype_name(span.dtype)), span.name) for span in worth]
-    entries = {id(span): pickler.Entry(str(key), span.dtype, span.nbytes, location_tag(span.storage), span.start, span.stop)
-               for key, span in enumerate(spans)}
-    zipped = Container(write_at, root)
-    # No `.format_version`: it promises torch.save's own order and sizes of records, from which torch may compute their offsets.
-    zipped.add("byteorder", [b"little"])
-    guarded = set()
-    for i, payload in encode(sources, config, progress or (lambda raw_bytes: None)):
-        # Also what did not shrink is a payload: its checksums are worth more than its 0.01 %.
-        entry = entries[id(worth[i])]
-        entry.nbytes, entry.meta = payload.nbytes, describe(entry.dtype, payload, worth[i].name)
-        room(payload.nbytes)
-        zipped.add(f"data/{entry.key}", payload.parts, payload.checksum())
-        guarded.add(f"data/{entry.key}")
-    for span in spans:
-        if entries[id(span)].meta is None:
-            zipped.add(f"data/{entries[id(span)].key}", [_host_bytes(span, alias)])
+    if plan.others:  # torch writes those when it comes to them
+        taken = Snapshot(_Archive(obj, config, pickle_protocol, alias=False, plan=plan), root)
+        return lambda: taken
+    archive = _Archive(pickler.freeze(obj), config, pickle_protocol, alias=False)  # tensors made anew whenever they are asked for are others
+    for span in archive.spans:
+        if span.nbytes < HELD or span.storage.data_ptr() in moving:
+            span.hold()
+    if not any(span.storage.device.type == "cuda" for span in archive.spans):
+        return lambda: Snapshot(archive, root)
+    device = torch.cuda.current_device()
+    ready = torch.cuda.current_stream().record_event()
 
-    keys: dict[int, str] = {}
-    keep = []  # storages met in the second pass only stay alive, so that their identity is not reused
+    def take():
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda.current_stream().wait_event(ready)
+            return Snapshot(archive, root)
+    return take
 
-    def plain(storage):
-        if storage._cdata not in keys:
-            keys[storage._cdata] = str(len(spans) + len(keys))
-            zipped.add(f"data/{keys[storage._cdata]}", [_host_bytes(storage, alias)])
-            keep.append(storage)
-        return keys[storage._cdata]
 
-    data = pickler.dump(obj, protocol, {key: [entries[id(span)] for span in group] for key, group in plan.spans.items()}, plain)
-    zipped.add("data.pkl", [data])
-    zipped.add("version", [b"3\n"])
+class _Archive:
+    """What becomes of an object: `records` are what goes into the zip. With `alias`, buffers in them may be memory of the object."""
+
+    def __init__(self, obj, config: Config, protocol: int, progress=None, alias=True, plan=None):
+        self.began = time.perf_counter()
+        self.config = config.concrete
+        self._obj, self._protocol, self._progress, self._alias = obj, protocol, progress or (lambda raw_bytes: None), alias
+        self._plan = plan or pickler.collect(obj)
+        self.spans = self._plan.all_spans()
+        self.raw_bytes, self.encode_seconds = sum(span.nbytes for span in self.spans), 0.0
+
+    def let_go(self) -> "_Archive":
+        """Forget the object; what is left is for the report."""
+        self._obj = self._plan = self.spans = self._progress = None
+        return self
+
+    def records(self) -> Iterator[tuple[str, "Payload | bytes"]]:
+        """(name, content) in the order of the file. Payloads come as they are encoded."""
+        spans = self.spans
+        worth = [span for span in spans if span.nbytes >= self.config.min_bytes]
+        sources = [Source(span.data, transforms.for_dtype(dtype_name(span.dtype)), span.name) for span in worth]
+        entries = {id(span): pickler.Entry(str(key), span.dtype, span.nbytes, location_tag(span.storage), span.start, span.stop)
+                   for key, span in enumerate(spans)}
+        # No `.format_version`: it promises torch.save's own order and sizes of records, from which torch may compute their offsets.
+        yield "byteorder", b"little"
+        for i, payload in encode(sources, self.config, self._progress):
+            # Also what did not shrink is a payload: its checksums are worth more than its 0.01 %.
+            entry = entries[id(worth[i])]
+            entry.nbytes, entry.meta = payload.nbytes, describe(entry.dtype, payload, worth[i].name)
+            yield f"data/{entry.key}", payload
+        for span in spans:
+            if entries[id(span)].meta is None:
+                yield f"data/{entries[id(span)].key}", _host_bytes(span, self._alias)
+        keys: dict[int, str] = {}
+        met = []  # storages met in the second pass only; kept, so that their identity is not reused
+
+        def plain(storage):
+            if storage._cdata not in keys:
+                keys[storage._cdata] = str(len(spans) + len(keys))
+                met.append((f"data/{keys[storage._cdata]}", storage, _host_bytes(storage, self._alias)))
+            return keys[storage._cdata]
+
+        data = pickler.dump(self._obj, self._protocol, {key: [entries[id(span)] for span in group]
+                                                        for key, group in self._plan.spans.items()}, plain)
+        self.raw_bytes += sum(storage.nbytes() for _, storage, _ in met)
+        for name, _, content in met:
+            yield name, content
+        self.encode_seconds = time.perf_counter() - self.began
+        yield "data.pkl", data
+        yield "version", b"3\n"
+
+
+def _write(archive: _Archive, write_at, root: str, room=lambda nbytes: None, records=None) -> SaveReport:
+    """Lay the records out as a zip. `room(nbytes)` may refuse to go on when it is known how much will be written next."""
+    zipped, guarded = Container(write_at, root), set()
+    for name, content in archive.records() if records is None else records:
+        if isinstance(content, Payload):
+            room(content.nbytes)
+            zipped.add(name, content.parts, content.checksum())
+            guarded.add(name)
+        else:
+            zipped.add(name, [content])
     zipped.add(seal.RECORD, [seal.write_seal({name: check for name, check in zipped.checksums.items() if name not in guarded})])
     stored, digest = zipped.close()
-    raw = sum(span.nbytes for span in spans) + sum(storage.nbytes() for storage in keep)
-    return SaveReport(raw, stored, time.perf_counter() - began, digest)
+    return SaveReport(archive.raw_bytes, stored, time.perf_counter() - archive.began, digest, archive.encode_seconds)
 
 
 def _host_bytes(storage, alias):

@@ -157,12 +157,5 @@ class Commit:
 
 def write_latest(save_dir: Path, tag: str, *, fsync: bool) -> None:
     """Replace `save_dir/latest`: a reader sees the old tag or the new one, never an empty or missing file."""
-    part = save_dir / ".latest.part"
-    try:
-        with files.Writer(part, fsync=fsync) as file:
-            file.write_at(0, [tag.encode()])
-        os.replace(part, save_dir / "latest")
-    finally:
-        part.unlink(missing_ok=True)
-    if fsync:
-        files.sync_directory(save_dir)
+    with files.replacing(save_dir / "latest", fsync=fsync, name=".latest.part") as part, files.Writer(part, fsync=fsync) as file:
+        file.write_at(0, [tag.encode()])

@@ -279,6 +279,11 @@ extern "C" __global__ void compare(const u8* a, u64 a_stride, const u8* b, u64 b
   if (other) differ[c] = 1;
 }
 
+extern "C" __global__ void publish(const u32* values, u32* host, u32 count) {
+  u32 i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < count) host[i] = values[i];
+}
+
 // CRC-32 (zlib's) of chunk c = data[offsets[c] .. offsets[c] + lengths[c]), a multiple of 16 bytes. One block a chunk.
 //
 // A CRC is the remainder of the message as a polynomial, so it can be summed from parts: thread t of T takes the words t, t + T, ...

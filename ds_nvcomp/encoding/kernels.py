@@ -65,6 +65,11 @@ def split(transform: Transform, stream, chunk_elements: int, src, elements, slot
             (src, elements, slots, np.uint64(slot_stride), flags, np.uint32(chunks)), stream)
 
 
+def publish(stream, values, host) -> None:
+    """Copy `values` (int32 [n]) to `host` (int32 [n], pinned memory) from the device, past the queue of copies."""
+    _launch("publish", (-(-values.numel() // THREADS),), (values, host, np.uint32(values.numel())), stream)
+
+
 def pack(transform: Transform, stream, chunk_elements: int, src, elements, raw, raw_stride: int, coded, coded_stride: int, modes,
          offsets, sizes, out) -> None:
     """Pieces to `out`: `modes` uint8, `offsets` int64, `sizes` int32, each [planes, n]; the padding behind pieces is zeroed."""

@@ -8,7 +8,7 @@ import torch
 
 from ..encoding import codecs, format
 from ..errors import CodecUnavailableError, TableError, UntrustedCodecError
-from . import cpu
+from . import cpu, memory
 from .available import gpu_missing
 from .payload import Payload, Source
 
@@ -67,7 +67,8 @@ def decode_payload(data: torch.Tensor, parsed, *, trusted: bool = True) -> torch
     nvCOMP's decoders are not made for hostile streams. With `trusted` false they see only what is checked first: what has a decoder
     on the CPU is decoded there, wherever it is.
 
-    Raises `ChecksumError`, `DecodeError`, `CodecUnavailableError`, `UntrustedCodecError`.
+    Raises `ChecksumError`, `DecodeError`, `CodecUnavailableError`, `UntrustedCodecError`, and where there is no room for what the
+    header announces, `NotEnoughMemoryError`, or torch's OutOfMemoryError on a GPU.
     """
     header, table, codec = parsed
     coded = bool((table.mode == format.CODED).any())
@@ -77,10 +78,13 @@ def decode_payload(data: torch.Tensor, parsed, *, trusted: bool = True) -> torch
             "not trusted. If you trust this one, load it with weights_only=False, or convert it with `ds-nvcomp pack --codec deflate`.")
     on_gpu = data.is_cuda or coded and codec.cpu is None
     if gpu_missing() is None and on_gpu and (trusted or not coded or codec.checked):
+        if not data.is_cuda:
+            memory.expect_room(header.raw_bytes)
         from . import gpu
         return gpu.decode(data, header, table, codec)
     if coded:
         codecs.cpu(codec)  # before anything is allocated
+    memory.expect_room(header.raw_bytes)
     out = torch.empty(header.raw_bytes, dtype=torch.uint8, device="cpu")  # whatever the default device is
     cpu.decode(data.cpu().numpy(), header, table, codec, out.numpy())
     return out.to(data.device)

@@ -4,9 +4,11 @@ A tile is as many chunks as the work memory allows, of any number of storages wi
 
     split and code (stream of its slot) -> sizes to the host -> pack (same stream) -> copy to pinned memory (the copy stream)
 
-Copies to the host pass one after the other, so reading a few sizes takes as long as the copy before it. Hence the order on the host,
-which leaves the copies no gap: the sizes of tile i are read while i - 2 is copied, then the copy of i - 1, packed already, is
-started, and only then tile i is packed. Per tile there is a fixed number of Python calls, whatever the number of chunks.
+Copies to the host pass one after the other, in the order in which they were asked for. nvCOMP copies the sizes, and waits; behind a
+tile's copy that takes as long as the tile. Hence the order on the host, which leaves the copies hardly a gap: the sizes of tile i are
+read while i - 2 is copied; the moment they are there the copy of i - 1, packed already, is started; and only then tile i is packed.
+Our own kernels write their results to host memory themselves. Where tile i is verified, nvCOMP waits a second time, so the copy of
+i - 1 comes in two parts. Per tile there is a fixed number of Python calls, whatever the number of chunks.
 """
 from __future__ import annotations
 
@@ -32,6 +34,7 @@ SLOTS = 2
 LEAST_MEMORY = 32 << 20
 MAX_TILE = 256 << 20   # raw bytes; larger ones gain nothing (measured), and the last one leaves the coder idle for longer
 MAX_CHUNKS = 65535     # of a tile: CUDA's limit for the second grid dimension
+FIRST_PART = 0.4       # of a copy; what is left keeps the copies busy while a tile is packed and the next one launched
 SLAB = 64 << 20        # bytes of pinned memory at once: a power of two, so that torch's pool of it has one size to reuse
 
 
@@ -154,6 +157,9 @@ class _Tile:
     coded_event: torch.cuda.Event | None = None
     packed_event: torch.cuda.Event | None = None
     packed_bytes: int = 0
+    copied_bytes: int = 0
+    copied_event: torch.cuda.Event | None = None
+    sizes: list[int] | None = None
 
 
 class _Encoder:
@@ -194,12 +200,18 @@ class _Encoder:
             for i in range(len(tiles) + 3):
                 if i < len(tiles):
                     self._launch(tiles[i])
-                if 1 <= i <= len(tiles):
-                    coded = self._coded_sizes(tiles[i - 1])
-                if 2 <= i <= len(tiles) + 1:
-                    self._copy(tiles[i - 2])
-                if 1 <= i <= len(tiles):
-                    self._pack(tiles[i - 1], coded)
+                packing = tiles[i - 1] if 1 <= i <= len(tiles) else None
+                copying = tiles[i - 2] if 2 <= i <= len(tiles) + 1 else None
+                if packing:
+                    self._await_coder(packing)
+                if copying:
+                    self._copy(copying, FIRST_PART if packing and self.config.verifies else 1.0)
+                if packing:
+                    coded = self._coded_sizes(packing)
+                if copying and copying.copied_event is None:
+                    self._copy(copying, 1.0)
+                if packing:
+                    self._pack(packing, coded)
                 if i >= 3:
                     ready = self._collect(tiles[i - 3])
                     progress(int(self.elements[tiles[i - 3].part].sum()) * self.transform.width)
@@ -237,8 +249,8 @@ class _Encoder:
     def _prepare(self, tiles):
         """Everything that is known of all chunks goes to the device in one transfer; room for what comes back.
 
-        Of each tile of n chunks: 3 n flags, n checksums of planes, n lengths of coded streams, n checksums of packed chunks.
-        What verification finds goes to the host by the kernel's own hand: a copy would wait for the large ones.
+        Of each tile of n chunks: 3 n flags, n checksums of planes, n lengths of coded streams, n checksums of packed chunks, n times
+        whether the plane decodes to something else. Kernels collect the flags on the device, and write the rest to the host.
         """
         addresses = self._staged_addresses(tiles) if self.staged else \
             np.array([source.data.data_ptr() for source in self.sources] or [0], np.int64)[self.source] + self.start
@@ -246,11 +258,10 @@ class _Encoder:
         self.src, self.lengths, self.places, self.coded_places, elements, sizes = _upload(
             self.device, addresses, aligned(self.sizes), places * self.plane_stride, places * self.coded_stride,
             self.elements.astype(np.int32), self.sizes.astype(np.int32))
-        self.there = torch.zeros(6 * len(self.elements), dtype=torch.int32, device=self.device)
+        self.flags = torch.zeros(3 * len(self.elements), dtype=torch.int32, device=self.device)
         self.limits = torch.full((self.tile_chunks,), self.coded_stride, dtype=torch.int32, device=self.device)
         self.device_elements, self.device_sizes = elements, sizes
-        self.here = torch.empty(6 * len(self.elements), dtype=torch.int32, device="cpu", pin_memory=True)
-        self.differ = torch.zeros(len(self.elements), dtype=torch.int32, device="cpu", pin_memory=True)
+        self.results = torch.zeros(7 * len(self.elements), dtype=torch.int32, device="cpu", pin_memory=True)
         for stream in _streams(self.device):  # the uploads are on the current stream
             stream.wait_stream(torch.cuda.current_stream(self.device))
 
@@ -271,10 +282,10 @@ class _Encoder:
             self.staging_copies[tile.part.start] = copies
         return addresses
 
-    def _results(self, array, part, first, columns):
-        """Columns [`first`, `first` + `columns`) of the six results of a tile, [columns, n]."""
+    def _result(self, part, first, columns=1):
+        """Columns [`first`, `first` + `columns`) of the seven results of a tile, int32 [columns * n] in pinned memory."""
         n = part.stop - part.start
-        return array[6 * part.start + first * n:6 * part.start + (first + columns) * n].reshape(columns, n)
+        return self.results[7 * part.start + first * n:7 * part.start + (first + columns) * n]
 
     def _launch(self, tile):
         """Split a tile and start the coder on its exponents."""
@@ -282,10 +293,11 @@ class _Encoder:
         with torch.cuda.stream(slot.stream):
             for at, i, begin, end in self.staging_copies[part.start] if self.staged else ():
                 slot.staging[at:at + end - begin].copy_(self.sources[i].data[begin:end], non_blocking=True)
-            flags, (crc,), (streams,) = (self._results(self.there, part, at, count) for at, count in ((0, 3), (3, 1), (4, 1)))
+            flags = self.flags[3 * part.start:3 * part.stop]
             kernels.split(self.transform, slot.stream, self.per_chunk, self.src[part], self.device_elements[part], slot.planes,
                           self.plane_stride, flags)
-            kernels.checksum(slot.stream, slot.planes, self.places[:n], self.lengths[part], crc)
+            kernels.publish(slot.stream, flags, self._result(part, 0, 3))
+            kernels.checksum(slot.stream, slot.planes, self.places[:n], self.lengths[part], self._result(part, 3))
             if slot.coder:
                 try:
                     tile.batch = slot.coder.encode(slot.planes, self.plane_stride, self.sizes[part].tolist(), slot.coded,
@@ -295,33 +307,37 @@ class _Encoder:
                 else:
                     if self.codec.checked:
                         kernels.ans_stream_bytes(slot.stream, slot.coded, self.coded_places[:n], self.device_sizes[part],
-                                                 self.limits[:n], streams)
-            first, last = 6 * part.start, 6 * part.start + 5 * n
-            self.here[first:last].copy_(self.there[first:last], non_blocking=True)
+                                                 self.limits[:n], self._result(part, 4))
             tile.coded_event = slot.stream.record_event()
 
-    def _coded_sizes(self, tile) -> np.ndarray:
-        """Bytes of each chunk's coded plane, int64 [n]; 0 where it has none that may be used. Waits for the coder."""
+    def _await_coder(self, tile):
+        """Until the coder is done and the sizes are on the host. After this, nothing that takes time before the next copy is started."""
         tile.coded_event.synchronize()
-        if tile.batch is None:
-            return np.zeros(tile.part.stop - tile.part.start, np.int64)
-        try:
-            coded = np.array(tile.batch.sizes(), np.int64)
-        except Exception as err:
-            self._complain(err)
-            return np.zeros(tile.part.stop - tile.part.start, np.int64)
-        if self.codec.checked:
-            strange = (coded > 0) & (self._results(self.here.numpy(), tile.part, 4, 1)[0] != coded)
-            if strange.any():
-                self._complain(f"{int(strange.sum())} streams look otherwise than the decoder's check allows")
-                coded[strange] = 0
+        tile.sizes = []
+        if tile.batch is not None and not self.codec.checked:
+            try:
+                tile.sizes = tile.batch.sizes()
+            except Exception as err:
+                self._complain(err)
+
+    def _coded_sizes(self, tile) -> np.ndarray:
+        """Bytes of each chunk's coded plane, int64 [n]; 0 where it has none that may be used."""
+        n = tile.part.stop - tile.part.start
+        coded = np.array(tile.sizes or np.zeros(n), np.int64)
+        if tile.batch is not None and self.codec.checked:
+            # By the stream's own head: what is wrong there the decoder's check refuses, too, and verification finds the rest.
+            coded = self._result(tile.part, 4).numpy().astype(np.int64)
+            if not coded.all():
+                self._complain(f"{int((coded == 0).sum())} streams look otherwise than the decoder's check allows")
+        if self.config.verifies and tile.batch is not None and coded.any():
+            coded[~self._verified(tile, coded)] = 0
         return coded
 
     def _pack(self, tile, coded):
         """Decide how each piece is stored and pack the pieces."""
         slot, part, transform = tile.slot, tile.part, self.transform
         elements, sizes = self.elements[part], self.sizes[part]
-        flags = self._results(self.here.numpy(), part, 0, 3)
+        flags = self._result(part, 0, 3).numpy().reshape(3, -1)
         mode, size = self.table.mode[:, part], self.table.size[:, part]
         for p, plane in enumerate(transform.planes):
             mode[p] = np.where(flags[p] == 0, ZERO, RAW)
@@ -331,11 +347,9 @@ class _Encoder:
                 mode[p][unsigned] = UNSIGNED
                 size[p][unsigned] = plane.unsigned_bytes(elements)[unsigned]
         better = (mode[0] == RAW) & (coded > 0) & (coded < sizes)
-        if self.config.verifies and better.any():
-            better &= self._verified(tile, coded, better)
         mode[0][better] = CODED
         size[0][better] = coded[better]
-        self.table.decoded[part][better] = self._results(self.here.numpy(), part, 3, 1)[0].view(np.uint32)[better]
+        self.table.decoded[part][better] = self._result(part, 3).numpy().view(np.uint32)[better]
         pieces = aligned(size.astype(np.int64))
         spans = pieces.sum(axis=0)
         starts = np.cumsum(spans) - spans
@@ -347,26 +361,27 @@ class _Encoder:
             there, lengths, piece_sizes, modes = _upload(self.device, offsets, spans, size, mode)
             kernels.pack(transform, slot.stream, self.per_chunk, self.src[part], self.device_elements[part], slot.planes,
                          self.plane_stride, slot.coded, self.coded_stride, modes, there, piece_sizes, slot.out)
-            kernels.checksum(slot.stream, slot.out, there[0], lengths, self._results(self.there, part, 5, 1)[0])
+            kernels.checksum(slot.stream, slot.out, there[0], lengths, self._result(part, 5))
             tile.packed_event = slot.stream.record_event()
 
-    def _copy(self, tile):
-        """Start the copy of a packed tile to the host."""
-        n = tile.part.stop - tile.part.start
+    def _copy(self, tile, until: float):
+        """Start the copy of a packed tile to the host, up to a fraction of it."""
         with torch.cuda.stream(self.copies):
-            self.copies.wait_event(tile.packed_event)
-            first, last = 6 * tile.part.start + 5 * n, 6 * tile.part.stop
-            self.here[first:last].copy_(self.there[first:last], non_blocking=True)
-            self.host.append(tile.slot.out[:tile.packed_bytes])
-            tile.slot.copied = tile.copied_event = self.copies.record_event()
+            if not tile.copied_bytes:
+                self.copies.wait_event(tile.packed_event)
+            stop = tile.packed_bytes if until == 1.0 else int(until * tile.packed_bytes)
+            self.host.append(tile.slot.out[tile.copied_bytes:stop])
+            tile.copied_bytes = stop
+            if until == 1.0:
+                tile.slot.copied = tile.copied_event = self.copies.record_event()
 
     def _collect(self, tile) -> int:
         """Wait until a tile is on the host; how many chunks are there now."""
         tile.copied_event.synchronize()
-        self.table.crc[tile.part] = self._results(self.here.numpy(), tile.part, 5, 1)[0].view(np.uint32)
+        self.table.crc[tile.part] = self._result(tile.part, 5).numpy().view(np.uint32)
         return tile.part.stop
 
-    def _verified(self, tile, coded, better):
+    def _verified(self, tile, coded):
         """Which of the coded planes decode to what they were made from, bool [chunks]."""
         slot, sizes = tile.slot, self.sizes[tile.part]
         which = np.flatnonzero(coded > 0)
@@ -377,14 +392,13 @@ class _Encoder:
             except Exception as err:
                 self._complain(err)
                 return np.zeros(len(sizes), bool)
-            compared, = _upload(self.device, np.where(better, sizes, 0).astype(np.int32))
-            kernels.compare(slot.stream, slot.planes, self.plane_stride, slot.again, self.plane_stride, compared, self.plane_stride,
-                            self.differ[tile.part])
+            kernels.compare(slot.stream, slot.planes, self.plane_stride, slot.again, self.plane_stride, self.device_sizes[tile.part],
+                            self.plane_stride, self._result(tile.part, 6))
             slot.stream.record_event().synchronize()
             del keep
-        same = self.differ[tile.part].numpy() == 0
-        if not same.all():
-            self._complain(f"{int((~same).sum())} chunks decode to other bytes")
+        same = (self._result(tile.part, 6).numpy() == 0) & (coded > 0)
+        if not same[which].all():
+            self._complain(f"{int((~same[which]).sum())} chunks decode to other bytes")
         return same
 
     def _complain(self, reason):

@@ -127,13 +127,13 @@ def restore(engine, directory: Path, **options) -> int:
     return client["step"]
 
 
-def resumes(directory: Path, settings: dict, build=models.Model, across: bool = False, exact: bool = True) -> Path:
+def resumes(directory: Path, settings: dict, build=models.Model, across: bool = False, exact: bool = True, block: dict = {}) -> Path:
     """Compressed and plain training that save at step 2, and a fresh engine that goes on from there, agree in every bit.
 
     With `across`, DeepSpeed's own engine also resumes the compressed checkpoint, and ours the plain one. `exact=False` is for
     where DeepSpeed itself does not resume to the bit: then the one that resumed from the plain checkpoint is the measure.
     """
-    plain, ours = settings, compressed(settings)
+    plain, ours = settings, compressed(settings, **block)
     runs = {}
     for name, chosen in (("plain", plain), ("compressed", ours)):
         engine = make(chosen, build)
@@ -336,6 +336,57 @@ def several_saves(directory):
     engine.destroy()
 
 
+@case("behind", "async_zero2_bf16", 2, "bf16", "async")
+@case("behind", "async_zero3_bf16", 3, "bf16", "async")
+@case("behind", "overlap_zero2_bf16", 2, "bf16", "overlap")
+@case("behind", "overlap_zero3_bf16", 3, "bf16", "overlap")
+@case("behind", "overlap_zero1_fp32", 1, "fp32", "overlap")
+def behind_training(directory, stage, precision, key):
+    resumes(directory, config(stage, precision), block={key: True})
+
+
+@case("pipeline", "async_pipeline", "async")
+@case("pipeline", "overlap_pipeline", "overlap")
+def pipeline_behind_training(directory, key):
+    resumes(directory, config(1, "bf16", gradient_accumulation_steps=2), lambda: models.pipeline(2), block={key: True})
+
+
+@case("behind", "async_saves_follow_one_another", {"async": True})
+@case("behind", "two_in_flight", {"async": True, "in_flight": 2})
+@case("behind", "overlapping_saves", {"overlap": True})
+@case("behind", "two_overlapping_saves", {"overlap": True, "in_flight": 2})
+def saves_behind_training(directory, block):
+    """A save after each step, the last one on the way when the engine is destroyed: all are complete, and of their own step."""
+    engine, expected = make(compressed(config(2), **block)), []
+    for step in range(5):
+        train(engine, step, step + 1)
+        save(engine, directory, step + 1)
+        expected.append(state(engine))
+    assert engine.save_16bit_model(str(directory / "beside"), "pytorch_model.bin")
+    engine.destroy()
+    dist.barrier()
+    assert (directory / "latest").read_text() == "global_step5" and not list(directory.glob(".*"))
+    engine = make(compressed(config(2), **block), seed=99)
+    for step in (3, 1, 5):
+        assert restore(engine, directory, tag=f"global_step{step}") == step
+        assert state(engine) == expected[step - 1]
+    save(engine, directory, 5, tag="again")
+    assert restore(engine, directory) == 5 and (directory / "latest").read_text() == "again"  # a load waits for the save
+    engine.destroy()
+
+
+@case("exit")
+def left_at_exit(directory):
+    """The script ends right after the last save: a process of its own, whose exit the test waits for."""
+    engine = make(compressed(config(2), **{"async": True}))
+    from ds_nvcomp.checkpoint.commit import Commit
+    slow = Commit.begin
+    Commit.begin = lambda self: (time.sleep(1.0), slow(self))
+    train(engine, 0, 1)
+    save(engine, directory, 1)
+    assert not (directory / "latest").exists()
+
+
 @case("features")
 def monitor_events(directory):
     settings = compressed(config(2, csv_monitor={"enabled": True, "output_path": str(directory), "job_name": "job"}))
@@ -345,7 +396,7 @@ def monitor_events(directory):
     engine.destroy()
     dist.barrier()
     written = {path.name: path.read_text().split() for path in (directory / "job").glob("*nvcomp*")}
-    assert len(written) == 5, written
+    assert len(written) == 6, written
     ratio = next(text for name, text in written.items() if "ratio" in name)
     assert 0.3 < float(ratio[-1].split(",")[-1]) < 0.97, ratio
 
