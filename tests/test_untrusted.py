@@ -71,7 +71,7 @@ def test_what_counts_as_safe():
 def gpu(monkeypatch):
     seen = []
 
-    def decode(data, header, table, codec):
+    def decode(data, header, table, codec, device):
         seen.append(codec.name)
         return torch.zeros(header.raw_bytes, dtype=torch.uint8)
     fake = SimpleNamespace(decode=decode)

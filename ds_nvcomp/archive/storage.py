@@ -5,6 +5,9 @@ says; `meta` is plain ints and strings. So any torch.load decodes, on the device
 """
 from __future__ import annotations
 
+import contextlib
+import threading
+
 import torch
 
 from .. import __version__
@@ -67,6 +70,24 @@ unpack.__module__ = unpack_untrusted.__module__ = "ds_nvcomp.archive"
 unpack_untrusted.__name__ = unpack_untrusted.__qualname__ = "unpack"
 
 
+_local = threading.local()  # .bound while `leaving` is in use: {payload storage's identity: device}
+
+
+@contextlib.contextmanager
+def leaving(bound: dict[int, torch.device]):
+    """While inside, payloads in `bound` (by the identity of their storages), which are still where the file is, decode to that device."""
+    _local.bound = bound
+    try:
+        yield
+    finally:
+        _local.bound = {}
+
+
+def bound_for(storage) -> torch.device:
+    """The device on which what `storage` decodes to shall be."""
+    return getattr(_local, "bound", {}).pop(storage._cdata, storage.device)
+
+
 def _unpack(payload, meta, trusted):
     name = meta.get("name") if isinstance(meta, dict) else None
     try:
@@ -80,7 +101,7 @@ def _unpack(payload, meta, trusted):
             data = torch.empty(0, dtype=torch.uint8, device=stored.device).set_(stored, 0, (stored.nbytes(),), (1,))
             parsed = parse_payload(data)
             check_header(parsed[0], meta)
-            decoded = decode_payload(data, parsed, trusted=trusted).untyped_storage()
+            decoded = decode_payload(data, parsed, device=bound_for(stored), trusted=trusted).untyped_storage()
         return torch.storage.TypedStorage(wrap_storage=decoded, dtype=storage_dtype(dtype), _internal=True)
     except DsNvcompError as err:
         raise err.at(tensor=name)

@@ -61,30 +61,36 @@ def parse_payload(data: torch.Tensor):
     return header, table, codec
 
 
-def decode_payload(data: torch.Tensor, parsed, *, trusted: bool = True) -> torch.Tensor:
-    """Decode a payload on its own device to uint8 [header.raw_bytes]. A codec without a CPU implementation goes through the GPU.
+WORTH_THE_WAY = 64 << 20  # raw bytes that are decoded on the GPU though they come from the host and go back to it
 
-    nvCOMP's decoders are not made for hostile streams. With `trusted` false they see only what is checked first: what has a decoder
-    on the CPU is decoded there, wherever it is.
+
+def decode_payload(data: torch.Tensor, parsed, *, device: torch.device | None = None, trusted: bool = True) -> torch.Tensor:
+    """Decode a payload to uint8 [header.raw_bytes] on `device`, by default that of `data`.
+
+    On the GPU where either is there, where only that can, and for much data in a process that uses the GPU already. nvCOMP's decoders
+    are not made for hostile streams. With `trusted` false they see only what is checked first: what has a decoder on the CPU is decoded
+    there, wherever it is.
 
     Raises `ChecksumError`, `DecodeError`, `CodecUnavailableError`, `UntrustedCodecError`, and where there is no room for what the
     header announces, `NotEnoughMemoryError`, or torch's OutOfMemoryError on a GPU.
     """
     header, table, codec = parsed
+    device = device or data.device
     coded = bool((table.mode == format.CODED).any())
     if coded and not (trusted or codec.safe):
         raise UntrustedCodecError(
             f"The only decoder of codec {codec.name!r}, nvCOMP's, can be made to overwrite GPU memory, so it is not used on a file that is "
             "not trusted. If you trust this one, load it with weights_only=False, or convert it with `ds-nvcomp pack --codec deflate`.")
-    on_gpu = data.is_cuda or coded and codec.cpu is None
+    on_gpu = data.is_cuda or device.type == "cuda" or coded and codec.cpu is None or \
+        header.raw_bytes >= WORTH_THE_WAY and torch.cuda.is_initialized()
+    if device.type == "cpu":
+        memory.expect_room(header.raw_bytes)
     if gpu_missing() is None and on_gpu and (trusted or not coded or codec.checked):
-        if not data.is_cuda:
-            memory.expect_room(header.raw_bytes)
         from . import gpu
-        return gpu.decode(data, header, table, codec)
+        return gpu.decode(data, header, table, codec, device)
     if coded:
         codecs.cpu(codec)  # before anything is allocated
     memory.expect_room(header.raw_bytes)
     out = torch.empty(header.raw_bytes, dtype=torch.uint8, device="cpu")  # whatever the default device is
     cpu.decode(data.cpu().numpy(), header, table, codec, out.numpy())
-    return out.to(data.device)
+    return out.to(device)

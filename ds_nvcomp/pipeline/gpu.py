@@ -1,4 +1,4 @@
-"""Encode and decode on the GPU, tile by tile on streams of our own.
+"""Encode on the GPU, tile by tile on streams of our own.
 
 A tile is as many chunks as the work memory allows, of any number of storages with the same transform. Its way:
 
@@ -12,7 +12,6 @@ i - 1 comes in two parts. Per tile there is a fixed number of Python calls, what
 """
 from __future__ import annotations
 
-import threading
 import warnings
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -25,12 +24,15 @@ from ..encoding import codecs, format, kernels
 from ..encoding.codecs import nvcomp
 from ..encoding.format import ALIGN, CODED, RAW, UNSIGNED, ZERO, aligned
 from ..encoding.transforms import SPLIT8, WHOLE
-from ..errors import ChecksumError, DecodeError, EncodeError
+from ..errors import EncodeError
 from ..log import logger
 from . import cpu
+from .device import SLOTS, streams as _streams, upload as _upload
+from .gpu_decode import decode
 from .payload import Payload, Source, chunk_elements
 
-SLOTS = 2
+__all__ = ["encode", "decode"]
+
 LEAST_MEMORY = 32 << 20
 MAX_TILE = 256 << 20   # raw bytes; larger ones gain nothing (measured), and the last one leaves the coder idle for longer
 MAX_CHUNKS = 65535     # of a tile: CUDA's limit for the second grid dimension
@@ -74,33 +76,6 @@ def _encode_within_memory(device, transform, config, left: dict[int, Source], pr
                 raise EncodeError(f"The GPU has no {config.gpu_memory >> 20} MiB left for the encoder, and {codec.name} has no CPU "
                                   "implementation. Leave the encoder more memory, or use codec deflate.",
                                   tensor=next(iter(left.values())).name) from err
-
-
-_local = threading.local()
-
-
-def _streams(device: torch.device) -> list[torch.cuda.Stream]:
-    """This thread's streams, one a slot and one for copies: made once, since codecs and the allocator's blocks are bound to them."""
-    cache = _local.__dict__.setdefault("streams", {})
-    if device not in cache:
-        cache[device] = [torch.cuda.Stream(device) for _ in range(SLOTS + 1)]
-    return cache[device]
-
-
-def _upload(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
-    """Copies of small arrays on the device, in one transfer."""
-    places, end = [], 0
-    for array in arrays:
-        places.append(slice(end, end + array.nbytes))
-        end = int(aligned(end + array.nbytes))
-    together = np.empty(max(end, ALIGN), np.uint8)  # views of an empty tensor have no stride to speak of
-    for array, place in zip(arrays, places):
-        together[place] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    there = torch.from_numpy(together).to(device, non_blocking=True)
-    return [there[place].view(_TORCH[array.dtype.name]).view(array.shape) for array, place in zip(arrays, places)]
-
-
-_TORCH = {"uint8": torch.uint8, "int32": torch.int32, "uint32": torch.int32, "int64": torch.int64}
 
 
 class HostStream:
@@ -411,110 +386,3 @@ class _Encoder:
         start = self._taken
         self._taken += int(table.chunk_bytes.sum())
         return Payload.assemble(self.sources[i], self.codec, self.per_chunk, table, self.host.take(start, self._taken))
-
-
-DECODE_MEMORY = 512 << 20
-
-
-def decode(data: torch.Tensor, header: format.Header, table: format.Table, codec) -> torch.Tensor:
-    """Decode a payload (uint8 [bytes], on a GPU or on the host) to uint8 [header.raw_bytes] on the same device.
-
-    Raises `ChecksumError`, `DecodeError`. All checksums are verified, where the bytes are, before nvCOMP sees one of them.
-    """
-    if not header.chunks:
-        return torch.empty(0, dtype=torch.uint8, device=data.device)
-    device = data.device if data.is_cuda else torch.device("cuda", torch.cuda.current_device())
-    if data.is_cuda and data.data_ptr() % ALIGN:
-        data = data.clone()
-    offsets, spans = table.piece_offsets + header.data_start, table.chunk_bytes
-    if data.is_cuda:
-        _check(data, table, offsets[0], spans)
-    else:
-        cpu.check_all(data.numpy(), table, offsets)
-    transform, step = header.transform, header.chunk_elements * header.transform.width
-    out = torch.empty(header.raw_bytes, dtype=torch.uint8, device=data.device)
-    ends = offsets[0] + spans
-    plane_stride = int(aligned(transform.planes[0].raw_bytes(header.chunk_elements)))
-    per_chunk = plane_stride + (0 if data.is_cuda else 2 * step)
-    tile_chunks = max(1, min(DECODE_MEMORY // SLOTS // per_chunk, MAX_CHUNKS, header.chunks))
-    streams, launched = _streams(device)[:SLOTS], []
-    coders = [nvcomp.codec_for(codec, transform.planes[0].raw_bytes(header.chunk_elements), stream, exponents=transform is not WHOLE)
-              for stream in streams] if (table.mode == CODED).any() else [None] * SLOTS
-    for stream in streams:
-        stream.wait_stream(torch.cuda.current_stream(device))
-    try:
-        for i, first in enumerate(range(0, header.chunks, tile_chunks)):
-            part = slice(first, min(first + tile_chunks, header.chunks))
-            stream = streams[i % SLOTS]
-            start, stop = int(offsets[0, first]), int(ends[part.stop - 1])
-            with torch.cuda.stream(stream):
-                stored = data[start:stop].to(device, non_blocking=True)
-                result = out[first * step:min(part.stop * step, header.raw_bytes)]
-                target = result if data.is_cuda else torch.empty(result.numel(), dtype=torch.uint8, device=device)
-                launched.append(_decode_tile(stream, coders[i % SLOTS], stored, header, codec, table, offsets[:, part] - start, part,
-                                             plane_stride, target))
-                if target is not result:
-                    result.copy_(target)
-    finally:  # also after a failure: no stream may still write when the caller frees `out`
-        for stream in streams:
-            torch.cuda.current_stream(device).wait_stream(stream)
-            if data.is_cuda:
-                out.record_stream(stream)
-                data.record_stream(stream)
-        for coder in filter(None, coders):
-            coder.release()
-    for chunks, crc, _ in launched:
-        wrong = np.flatnonzero(crc.cpu().numpy().view(np.uint32) != table.decoded[chunks])
-        if len(wrong):
-            raise cpu.wrongly_coded(int(chunks[wrong[0]]))
-    return out
-
-
-def _check(data, table, starts, spans):
-    stream = torch.cuda.current_stream(data.device)
-    there, lengths = _upload(data.device, starts, spans)
-    crc = torch.empty(len(spans), dtype=torch.int32, device=data.device)
-    kernels.checksum(stream, data, there, lengths, crc)
-    found = crc.cpu().numpy().view(np.uint32)
-    wrong = np.flatnonzero(found != table.crc)
-    if len(wrong):
-        c = int(wrong[0])
-        raise ChecksumError(f"The stored bytes of a chunk have checksum {found[c]:#010x}, expected {int(table.crc[c]):#010x} "
-                            f"({len(wrong)} of {len(found)} chunks of this tensor are damaged). The file is damaged; restore it from a "
-                            "copy, or resume from an earlier checkpoint.", chunk=c)
-
-
-def _check_streams(stream, stored, offsets, raw_sizes, sizes, chunks):
-    """Raise `DecodeError` unless nvCOMP's decoder stays within bounds on these streams."""
-    places, raw, limits = _upload(stream.device, offsets, raw_sizes.astype(np.int32), sizes)
-    found = torch.empty(len(sizes), dtype=torch.int32, device=stream.device)
-    kernels.ans_stream_bytes(stream, stored, places, raw, limits, found)
-    wrong = np.flatnonzero(found.cpu().numpy() != sizes)
-    if len(wrong):
-        raise DecodeError("A chunk's coded stream is not one that an encoder makes, and nvCOMP would follow it out of bounds. It was "
-                          "written wrongly, by a faulty encoder or on purpose.", chunk=int(chunks[wrong[0]]))
-
-
-def _decode_tile(stream, coder, stored, header, codec, table, offsets, part, plane_stride, target):
-    """Launch one tile; returns its coded chunks and, on the device, the checksums of what nvCOMP made of them."""
-    transform = header.transform
-    elements = header.elements_of(np.arange(part.start, part.stop, dtype=np.int64))
-    coded = np.flatnonzero(table.mode[0, part] == CODED)
-    if codec.checked and len(coded):
-        _check_streams(stream, stored, offsets[0, coded], transform.planes[0].raw_bytes(elements[coded]), table.size[0, part][coded],
-                       part.start + coded)
-    planes = torch.zeros(len(elements) * plane_stride if len(coded) else 0, dtype=torch.uint8, device=stream.device)
-    crc, keep = torch.empty(len(coded), dtype=torch.int32, device=stream.device), None
-    if len(coded):
-        raw_sizes = transform.planes[0].raw_bytes(elements[coded])
-        try:
-            keep = coder.decode(stored, offsets[0, coded].tolist(), table.size[0, part][coded].tolist(), planes,
-                                (coded * plane_stride).tolist(), raw_sizes.tolist())
-        except Exception as err:
-            raise DecodeError(f"nvCOMP's {codec.name} refused chunks whose checksums are right: {err}. They were written wrongly, by a "
-                              "faulty encoder or on purpose.", chunk=part.start + int(coded[0])) from err
-        places, lengths = _upload(stream.device, coded * plane_stride, aligned(raw_sizes))
-        kernels.checksum(stream, planes, places, lengths, crc)
-    elements, modes, there = _upload(stream.device, elements.astype(np.int32), table.mode[:, part], offsets)
-    kernels.merge(transform, stream, header.chunk_elements, stored, elements, planes, plane_stride, modes, there, target)
-    return part.start + coded, crc, keep

@@ -1,0 +1,188 @@
+"""Decode on the GPU, tile by tile, from host or device memory to host or device memory.
+
+The way of a tile, of which each step works on another tile while the others go on:
+
+    gather in pinned memory (host threads) -> to the device -> checksums -> decode and merge -> to pinned memory -> scatter (host threads)
+
+What is on the device already skips the first two, what stays there the last two. Pageable memory is read and filled by many threads:
+one alone, as in a plain copy, is slower than the bus, most of all where the pages of a mapped file or of a new tensor come to be.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..encoding import format, kernels
+from ..encoding.codecs import nvcomp
+from ..encoding.format import ALIGN, CODED, aligned
+from ..encoding.transforms import WHOLE
+from ..errors import ChecksumError, DecodeError
+from . import threads
+from .cpu import wrongly_coded
+from .device import SLOTS, streams, upload
+
+MEMORY = 512 << 20       # bytes of GPU work memory
+STAGED_TILE = 64 << 20   # raw bytes of a tile that comes from or goes to the host: small, so that the steps overlap
+PART = 4 << 20           # bytes that a host thread copies at once
+
+
+def decode(data: torch.Tensor, header: format.Header, table: format.Table, codec, device: torch.device | None = None) -> torch.Tensor:
+    """Decode a payload (uint8 [bytes], on a GPU or on the host) to uint8 [header.raw_bytes] on `device`, by default that of `data`.
+
+    Raises `ChecksumError`, `DecodeError`. The checksums of a tile are verified before nvCOMP sees a byte of it.
+    """
+    device = device or data.device
+    if not header.chunks:
+        return torch.empty(0, dtype=torch.uint8, device=device)
+    return _Decoder(data, header, table, codec, device).run()
+
+
+@dataclass
+class _Tile:
+    part: slice
+    slot: int
+    start: int                # of its stored bytes
+    stop: int
+    stored: torch.Tensor | None = None
+    target: torch.Tensor | None = None
+    keep: object = None
+    event: torch.cuda.Event | None = None
+
+
+class _Decoder:
+    def __init__(self, data, header, table, codec, device):
+        self.gpu = next((d for d in (data.device, device) if d.type == "cuda"), torch.device("cuda", torch.cuda.current_device()))
+        self.data = data.clone() if data.is_cuda and data.data_ptr() % ALIGN else data
+        self.header, self.table, self.codec, self.transform = header, table, codec, header.transform
+        self.from_host, self.to_host = not data.is_cuda, device.type == "cpu"
+        self.offsets = table.piece_offsets + header.data_start
+        self.spans = table.chunk_bytes
+        self.step = header.chunk_elements * self.transform.width
+        self.chunk_bytes = self.transform.planes[0].raw_bytes(header.chunk_elements)
+        self.plane_stride = int(aligned(self.chunk_bytes))
+        self.out = torch.empty(header.raw_bytes, dtype=torch.uint8, device=device)
+        self.found, self.heads, self.decoded = (torch.zeros(header.chunks, dtype=torch.int32, device="cpu", pin_memory=True)
+                                                for _ in range(3))
+        self.pool = threads.pool()
+
+    def run(self) -> torch.Tensor:
+        self.streams = streams(self.gpu)[:SLOTS]
+        self.coders = [nvcomp.codec_for(self.codec, self.chunk_bytes, stream, exponents=self.transform is not WHOLE)
+                       for stream in self.streams] if (self.table.mode == CODED).any() else [None] * SLOTS
+        for stream in self.streams:
+            stream.wait_stream(torch.cuda.current_stream(self.gpu))
+        tiles = self._tiles()
+        self._staging(tiles)
+        try:
+            for i in range(len(tiles) + 2):
+                if i < len(tiles):
+                    self._bring(tiles[i])
+                if 1 <= i <= len(tiles):
+                    self._decode(tiles[i - 1])
+                if i >= 2:
+                    self._deliver(tiles[i - 2])
+        finally:  # also after a failure: no stream may still write when the caller frees the result
+            for stream in self.streams:
+                stream.synchronize()
+            for coder in filter(None, self.coders):
+                coder.release()
+        coded = np.flatnonzero(self.table.mode[0] == CODED)
+        wrong = coded[self.decoded.numpy().view(np.uint32)[coded] != self.table.decoded[coded]]
+        if len(wrong):
+            raise wrongly_coded(int(wrong[0]))
+        return self.out
+
+    def _tiles(self):
+        staged = self.from_host or self.to_host
+        per_chunk = self.plane_stride + (2 * self.step if staged else 0)
+        count = max(1, min(MEMORY // SLOTS // per_chunk, 65535, self.header.chunks, max(1, STAGED_TILE // self.step) if staged else 65535))
+        ends = self.offsets[0] + self.spans
+        return [_Tile(slice(first, stop := min(first + count, self.header.chunks)), i % SLOTS, int(self.offsets[0, first]), int(ends[stop - 1]))
+                for i, first in enumerate(range(0, self.header.chunks, count))]
+
+    def _staging(self, tiles):
+        def pinned(nbytes):
+            return [torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(min(SLOTS, len(tiles)))]
+        self.arriving = pinned(max(tile.stop - tile.start for tile in tiles)) if self.from_host else []
+        self.leaving = pinned(max(tile.part.stop - tile.part.start for tile in tiles) * self.step) if self.to_host else []
+
+    def _bring(self, tile):
+        """Stored bytes to the device, and their checksums on the way back."""
+        stream, part = self.streams[tile.slot], tile.part
+        if self.from_host:
+            here = self.arriving[tile.slot][:tile.stop - tile.start]
+            self._copy(here, self.data[tile.start:tile.stop])  # the tile before in this slot is on the device: its checksums are known
+        with torch.cuda.stream(stream):
+            tile.stored = here.to(self.gpu, non_blocking=True) if self.from_host else self.data[tile.start:tile.stop]
+            places, lengths = upload(self.gpu, self.offsets[0, part] - tile.start, self.spans[part])
+            kernels.checksum(stream, tile.stored, places, lengths, self.found[part])
+            if self.codec.checked:
+                raw, limits = upload(self.gpu, self._plane_bytes(part).astype(np.int32),
+                                     np.where(self.table.mode[0, part] == CODED, self.table.size[0, part], 0).astype(np.int32))
+                kernels.ans_stream_bytes(stream, tile.stored, places, raw, limits, self.heads[part])
+            tile.event = stream.record_event()
+
+    def _plane_bytes(self, part):
+        return self.transform.planes[0].raw_bytes(self.header.elements_of(np.arange(part.start, part.stop, dtype=np.int64)))
+
+    def _check(self, tile, coded):
+        """Raise `ChecksumError` where stored bytes are not those that were written, `DecodeError` where nvCOMP would leave its bounds."""
+        part = tile.part
+        tile.event.synchronize()
+        found = self.found[part].numpy().view(np.uint32)
+        wrong = np.flatnonzero(found != self.table.crc[part])
+        if len(wrong):
+            c = int(wrong[0])
+            raise ChecksumError(
+                f"The stored bytes of a chunk have checksum {found[c]:#010x}, expected {int(self.table.crc[part][c]):#010x} ({len(wrong)} of "
+                f"{len(found)} chunks looked at are damaged). The file is damaged; restore it from a copy, or resume from an earlier "
+                "checkpoint.", chunk=part.start + c)
+        if self.codec.checked:
+            wrong = coded[self.heads[part].numpy()[coded] != self.table.size[0, part][coded]]
+            if len(wrong):
+                raise DecodeError("A chunk's coded stream is not one that an encoder makes, and nvCOMP would follow it out of bounds. It was "
+                                  "written wrongly, by a faulty encoder or on purpose.", chunk=part.start + int(wrong[0]))
+
+    def _decode(self, tile):
+        stream, part, coder = self.streams[tile.slot], tile.part, self.coders[tile.slot]
+        coded = np.flatnonzero(self.table.mode[0, part] == CODED)
+        self._check(tile, coded)
+        offsets = self.offsets[:, part] - tile.start
+        first, last = part.start * self.step, min(part.stop * self.step, self.header.raw_bytes)
+        with torch.cuda.stream(stream):
+            result = torch.empty(last - first, dtype=torch.uint8, device=self.gpu) if self.to_host else self.out[first:last]
+            count = part.stop - part.start
+            planes = torch.zeros(count * self.plane_stride if len(coded) else 0, dtype=torch.uint8, device=self.gpu)
+            raw_sizes = self._plane_bytes(part)
+            if len(coded):
+                try:
+                    tile.keep = coder.decode(tile.stored, offsets[0, coded].tolist(), self.table.size[0, part][coded].tolist(), planes,
+                                             (coded * self.plane_stride).tolist(), raw_sizes[coded].tolist())
+                except Exception as err:
+                    raise DecodeError(f"nvCOMP's {self.codec.name} refused chunks whose checksums are right: {err}. They were written wrongly, "
+                                      "by a faulty encoder or on purpose.", chunk=part.start + int(coded[0])) from err
+                places, lengths = upload(self.gpu, np.arange(count) * self.plane_stride,
+                                         np.where(self.table.mode[0, part] == CODED, aligned(raw_sizes), 0))
+                kernels.checksum(stream, planes, places, lengths, self.decoded[part])
+            elements, modes, there = upload(self.gpu, self.header.elements_of(np.arange(part.start, part.stop, dtype=np.int64)).astype(np.int32),
+                                            self.table.mode[:, part], offsets)
+            kernels.merge(self.transform, stream, self.header.chunk_elements, tile.stored, elements, planes, self.plane_stride, modes, there,
+                          result)
+            if self.to_host:
+                self.leaving[tile.slot][:last - first].copy_(result, non_blocking=True)
+            tile.event = stream.record_event()
+
+    def _deliver(self, tile):
+        tile.event.synchronize()
+        tile.stored = tile.keep = None
+        if self.to_host:
+            first, last = tile.part.start * self.step, min(tile.part.stop * self.step, self.header.raw_bytes)
+            self._copy(self.out[first:last], self.leaving[tile.slot][:last - first])
+
+    def _copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        """Between buffers on the host, on all threads, without the GIL."""
+        to, source = to.numpy(), source.numpy()
+        parts = [slice(at, at + PART) for at in range(0, len(to), PART)]
+        list(self.pool.map(lambda part: np.copyto(to[part], source[part]), parts))
