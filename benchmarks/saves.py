@@ -48,6 +48,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     parser.add_argument("--only", default="multi" if under_torchrun else ",".join(SINGLE), help="sections, with commas (%(default)s)")
+    parser.add_argument("--match", default="", help="only cases in whose names this regular expression is found")
     parser.add_argument("--params", type=float, default=1e9, help="parameters of the trained model (%(default)g)")
     parser.add_argument("--bytes", type=float, default=4e9, help="of writer, resume, adversarial, and of each rank in multi (%(default)g)")
     parser.add_argument("--slow-bytes", type=float, default=1e9, help="of what is compressed on one CPU thread (%(default)g)")
@@ -58,6 +59,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=40, help="of overlap's trainings (%(default)s)")
     parser.add_argument("--every", type=int, default=10, help="steps between saves in overlap (%(default)s)")
     parser.add_argument("--batch", type=int, default=8, help="sequences of 512 tokens per step (%(default)s)")
+    parser.add_argument("--accumulate", type=int, default=1, help="batches per step (%(default)s)")
     parser.add_argument("--dir", default=None, help="where files are written; the temporary directory")
     parser.add_argument("--out", default=str(HERE / "results"), help="a directory, or a file that ends in .json (%(default)s)")
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU: " + ", ".join(f"{k} {v}" for k, v in TINY.items()))

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import platform
+import re
 import shutil
 import statistics
 import subprocess
@@ -71,6 +72,8 @@ class Bench:
         The action may return a dict of numbers that are recorded beside the seconds it takes, or instead of them ("seconds").
         Returns the entry.
         """
+        if not re.search(self.args.match, name):
+            return {}
         entry = self._cases[name] = {"bytes": None if nbytes is None else int(nbytes)}
         repeats, samples, began, error = self.args.repeats if repeats is None else repeats, [], time.monotonic(), None
         while True:

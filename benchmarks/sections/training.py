@@ -30,7 +30,7 @@ def build(bench, stage=2, steps=3):
     with bench.device:
         model = GPT(width, layers, width // 64)
     config = {"train_micro_batch_size_per_gpu": bench.args.batch, "bf16": {"enabled": True}, "zero_allow_untested_optimizer": True,
-              "zero_optimization": {"stage": stage}, "steps_per_print": 1 << 30}
+              "zero_optimization": {"stage": stage}, "gradient_accumulation_steps": bench.args.accumulate, "steps_per_print": 1 << 30}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), optimizer=optimizer, config=config)
     for number in range(steps):
@@ -42,9 +42,10 @@ def step(bench, engine, number) -> None:
     """Training step `number`, on tokens that depend on nothing else. Waits for the stream of the training, not for others."""
     from gpt import CONTEXT, VOCABULARY
     generator = torch.Generator(bench.device).manual_seed((1 << 20) + 1000 * number + bench.rank)
-    tokens = torch.randint(VOCABULARY, (bench.args.batch, CONTEXT + 1), device=bench.device, generator=generator)
-    engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
-    engine.step()
+    for _ in range(bench.args.accumulate):
+        tokens = torch.randint(VOCABULARY, (bench.args.batch, CONTEXT + 1), device=bench.device, generator=generator)
+        engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
+        engine.step()
     training_stream(bench)
 
 

@@ -13,12 +13,12 @@ SLOTS = 2  # tiles at a time
 _local = threading.local()
 
 
-def streams(device: torch.device) -> list[torch.cuda.Stream]:
+def streams(device: torch.device, *, priority: int = 0) -> list[torch.cuda.Stream]:
     """This thread's streams, one a slot and one for copies: made once, since codecs and the allocator's blocks are bound to them."""
     cache = _local.__dict__.setdefault("streams", {})
-    if device not in cache:
-        cache[device] = [torch.cuda.Stream(device) for _ in range(SLOTS + 1)]
-    return cache[device]
+    if (device, priority) not in cache:
+        cache[device, priority] = [torch.cuda.Stream(device, priority=priority) for _ in range(SLOTS + 1)]
+    return cache[device, priority]
 
 
 def upload(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:

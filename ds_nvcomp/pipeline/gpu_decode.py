@@ -24,7 +24,7 @@ from .cpu import wrongly_coded
 from .device import SLOTS, streams, upload
 
 MEMORY = 512 << 20       # bytes of GPU work memory
-STAGED_TILE = 64 << 20   # raw bytes of a tile that comes from or goes to the host: small, so that the steps overlap
+STAGED_TILE = 256 << 20  # raw bytes of a tile that comes from or goes to the host: steps are to overlap, and a call to nvCOMP takes 6 ms
 PART = 4 << 20           # bytes that a host thread copies at once
 
 
@@ -96,11 +96,11 @@ class _Decoder:
 
     def _tiles(self):
         staged = self.from_host or self.to_host
-        per_chunk = self.plane_stride + (2 * self.step if staged else 0)
+        per_chunk = self.plane_stride + self.step * (self.from_host + self.to_host)
         count = max(1, min(MEMORY // SLOTS // per_chunk, 65535, self.header.chunks, max(1, STAGED_TILE // self.step) if staged else 65535))
         ends = self.offsets[0] + self.spans
-        return [_Tile(slice(first, stop := min(first + count, self.header.chunks)), i % SLOTS, int(self.offsets[0, first]), int(ends[stop - 1]))
-                for i, first in enumerate(range(0, self.header.chunks, count))]
+        parts = [slice(first, min(first + count, self.header.chunks)) for first in range(0, self.header.chunks, count)]
+        return [_Tile(part, i % SLOTS, int(self.offsets[0, part.start]), int(ends[part.stop - 1])) for i, part in enumerate(parts)]
 
     def _staging(self, tiles):
         def pinned(nbytes):
@@ -124,8 +124,11 @@ class _Decoder:
                 kernels.ans_stream_bytes(stream, tile.stored, places, raw, limits, self.heads[part])
             tile.event = stream.record_event()
 
+    def _elements(self, part):
+        return self.header.elements_of(np.arange(part.start, part.stop, dtype=np.int64))
+
     def _plane_bytes(self, part):
-        return self.transform.planes[0].raw_bytes(self.header.elements_of(np.arange(part.start, part.stop, dtype=np.int64)))
+        return self.transform.planes[0].raw_bytes(self._elements(part))
 
     def _check(self, tile, coded):
         """Raise `ChecksumError` where stored bytes are not those that were written, `DecodeError` where nvCOMP would leave its bounds."""
@@ -136,14 +139,14 @@ class _Decoder:
         if len(wrong):
             c = int(wrong[0])
             raise ChecksumError(
-                f"The stored bytes of a chunk have checksum {found[c]:#010x}, expected {int(self.table.crc[part][c]):#010x} ({len(wrong)} of "
-                f"{len(found)} chunks looked at are damaged). The file is damaged; restore it from a copy, or resume from an earlier "
+                f"The stored bytes of a chunk have checksum {found[c]:#010x}, expected {int(self.table.crc[part][c]):#010x} ({len(wrong)} "
+                f"of {len(found)} chunks looked at are damaged). The file is damaged; restore it from a copy, or resume from an earlier "
                 "checkpoint.", chunk=part.start + c)
         if self.codec.checked:
             wrong = coded[self.heads[part].numpy()[coded] != self.table.size[0, part][coded]]
             if len(wrong):
-                raise DecodeError("A chunk's coded stream is not one that an encoder makes, and nvCOMP would follow it out of bounds. It was "
-                                  "written wrongly, by a faulty encoder or on purpose.", chunk=part.start + int(wrong[0]))
+                raise DecodeError("A chunk's coded stream is not one that an encoder makes, and nvCOMP would follow it out of bounds. It "
+                                  "was written wrongly, by a faulty encoder or on purpose.", chunk=part.start + int(wrong[0]))
 
     def _decode(self, tile):
         stream, part, coder = self.streams[tile.slot], tile.part, self.coders[tile.slot]
@@ -161,15 +164,14 @@ class _Decoder:
                     tile.keep = coder.decode(tile.stored, offsets[0, coded].tolist(), self.table.size[0, part][coded].tolist(), planes,
                                              (coded * self.plane_stride).tolist(), raw_sizes[coded].tolist())
                 except Exception as err:
-                    raise DecodeError(f"nvCOMP's {self.codec.name} refused chunks whose checksums are right: {err}. They were written wrongly, "
-                                      "by a faulty encoder or on purpose.", chunk=part.start + int(coded[0])) from err
+                    raise DecodeError(f"nvCOMP's {self.codec.name} refused chunks whose checksums are right: {err}. They were written "
+                                      "wrongly, by a faulty encoder or on purpose.", chunk=part.start + int(coded[0])) from err
                 places, lengths = upload(self.gpu, np.arange(count) * self.plane_stride,
                                          np.where(self.table.mode[0, part] == CODED, aligned(raw_sizes), 0))
                 kernels.checksum(stream, planes, places, lengths, self.decoded[part])
-            elements, modes, there = upload(self.gpu, self.header.elements_of(np.arange(part.start, part.stop, dtype=np.int64)).astype(np.int32),
-                                            self.table.mode[:, part], offsets)
-            kernels.merge(self.transform, stream, self.header.chunk_elements, tile.stored, elements, planes, self.plane_stride, modes, there,
-                          result)
+            elements, modes, there = upload(self.gpu, self._elements(part).astype(np.int32), self.table.mode[:, part], offsets)
+            kernels.merge(self.transform, stream, self.header.chunk_elements, tile.stored, elements, planes, self.plane_stride, modes,
+                          there, result)
             if self.to_host:
                 self.leaving[tile.slot][:last - first].copy_(result, non_blocking=True)
             tile.event = stream.record_event()
