@@ -25,6 +25,7 @@ setup(
         "cu13": ["nvidia-nvcomp-cu13>=6,<7", "cupy-cuda13x>=13"],
         "deepspeed": deepspeed,
         "megatron": ["megatron-core>=0.16"],
+        "plots": ["matplotlib>=3.8"],  # of benchmarks/plots.py
         "test": test + deepspeed,
     },
     entry_points={

@@ -2,7 +2,7 @@
 
     python benchmarks/plots.py benchmarks/results/saves_*.json [--out benchmarks/results] [--format svg]
 
-Of several files, a section that is in more than one is drawn from the last; those of several numbers of ranks make the figure of
+Of several files, a case that is in more than one is drawn from the last; those of several numbers of ranks make the figure of
 scaling. Figures: saves_stall, saves_writers, saves_codecs, saves_scaling.
 """
 from __future__ import annotations
@@ -118,6 +118,13 @@ def scaling(results):
     return figure
 
 
+def together(results, section) -> dict | None:
+    """The cases of one section of all results with one rank, as one result; later ones take the place of earlier ones."""
+    found = [result for result in results if result["ranks"] == 1 and measured(result["sections"].get(section, {"cases": {}}))]
+    cases = {name: case for result in found for name, case in measured(result["sections"][section]).items()}
+    return {**found[-1], "sections": {section: {"cases": cases}}} if found else None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path)
@@ -129,8 +136,7 @@ def main() -> None:
         print(table(result))
     args.out.mkdir(parents=True, exist_ok=True)
     figures = {"stall": ("stall", stall), "writers": ("writer", writers), "codecs": ("adversarial", codecs)}
-    drawn = {name: draw(next(r for r in reversed(results) if section in r["sections"])) for name, (section, draw) in figures.items()
-             if any(measured(r["sections"].get(section, {"cases": {}})) for r in results)}
+    drawn = {name: draw(merged) for name, (section, draw) in figures.items() if (merged := together(results, section))}
     if len({result["ranks"] for result in results if "multi" in result["sections"]}) > 1:
         drawn["scaling"] = scaling(results)
     for name, figure in drawn.items():

@@ -8,8 +8,8 @@ from __future__ import annotations
 import copy
 import functools
 import io
-import itertools
 import os
+import secrets
 import time
 import weakref
 from concurrent.futures import Future
@@ -53,8 +53,7 @@ class NvcompCheckpointEngine(CheckpointEngine):
         self._cached = None
         self._background = Background(self.config.in_flight)
         self._overlapped = Background(limit=1 << 30)  # snapshots under way; what bounds them is `_background`
-        self._store, self._number = job_store(), next(_numbers)
-        self._saves = 0
+        self._store, self._name, self._saves = job_store(), None, 0
         self._events: list = []
 
     def attach(self, host) -> None:
@@ -154,8 +153,10 @@ class NvcompCheckpointEngine(CheckpointEngine):
             self._report(saved, self._ranks)
             self._tell_monitor()
         elif final is not None:
+            if self._name is None:  # once, by a collective: what the keys of this engine begin with, on all ranks
+                self._name = self._ranks.gather(secrets.token_hex(4), "agree on a name")[0]
             self._saves += 1
-            ranks = StoreRanks(self.config.timeout, self._store, f"engine{self._number}/save{self._saves}")
+            ranks = StoreRanks(self.config.timeout, self._store, f"{self._name}/{self._saves}")
             seconds = time.perf_counter() - saved.began
             self._background.submit(f"the save of checkpoint {saved.tag!r}", lambda: self._finish(saved, ranks, final, latest, seconds))
         else:
@@ -234,9 +235,6 @@ class NvcompCheckpointEngine(CheckpointEngine):
     def preserves_storage_sharing(self) -> bool:
         """False spares DeepSpeed a copy of every tensor to the host: only the used span of a storage is written anyway."""
         return False
-
-_numbers = itertools.count()  # of engines, which all ranks make in the same order
-
 
 @dataclass
 class _Saved:

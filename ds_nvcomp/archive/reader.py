@@ -17,7 +17,8 @@ def load(f, map_location=None, *, weights_only: bool | None = None, mmap: bool |
     """Load what `save` or `torch.save` wrote; the arguments are torch.load's. Tensors are decoded on the device `map_location` names.
 
     Compressed tensors of a file at a path go from it to their device tile by tile, on all threads, and never whole through host memory.
-    With `mmap`, what is stored plain stays mapped, as torch.load does it.
+    With `mmap`, what is stored plain stays mapped, as torch.load does it. The file is mapped while it is read in any case, so it must not be
+    cut short meanwhile; replacing it by another, as saves do, is fine.
 
     With `select`, only the tensors it matches are read and decoded, and returned as {name: tensor}; no pickle is executed. It is a
     pattern of names as `ds-nvcomp inspect` shows them (`optimizer_state_dict.*.exp_avg`, several separated by `|`), or a function of

@@ -365,7 +365,7 @@ def _save(host, save_dir, save) -> dict:
         result.update(error="CommitError", message=str(err), path=err.path, rank=err.rank)
     except Exception as err:
         result.update(error=type(err).__name__, message=traceback.format_exc())
-    return {**result, "committed": host.committed and result["error"] is None, "began": began, "ended": time.monotonic()}
+    return {**result, "committed": host.committed and result["error"] != "CommitError", "began": began, "ended": time.monotonic()}
 
 
 def plant(save_dir: Path, tags: list[str]) -> None:
