@@ -10,7 +10,8 @@ import importlib
 __version__ = "0.1.0"
 
 _EXPORTS = {
-    "save": "archive", "load": "archive", "SaveReport": "archive", "Config": "config", "install": "autoload",
+    "save": "archive", "load": "archive", "SaveReport": "archive", "wait": "checkpoint.background", "Config": "config",
+    "install": "autoload",
     **dict.fromkeys(importlib.import_module(".errors", __name__).__all__, "errors"),
 }
 __all__ = ["__version__", *sorted(_EXPORTS)]

@@ -25,7 +25,7 @@ from .archive import SaveReport, files, load
 from .archive.writer import Snapshot, save, snapshot, snapshot_later, write
 from .checkpoint import STATES_SUFFIX
 from .checkpoint.auto import Chooser
-from .checkpoint.background import Background
+from .checkpoint.background import Background, wait as wait_for_all
 from .checkpoint.commit import Commit
 from .checkpoint.ranks import Ranks, StoreRanks, job_store
 from .config import Config
@@ -109,7 +109,7 @@ class NvcompCheckpointEngine(CheckpointEngine):
 
     def _save(self, state_dict, path: Path) -> None:
         saved, states = self._saved, path.name.endswith(STATES_SUFFIX)
-        if self._final is None or not path.is_relative_to(self._final):  # such as save_16bit_model's, beside the checkpoints and for other readers
+        if self._final is None or not path.is_relative_to(self._final):  # such as save_16bit_model's, beside the checkpoints
             if states:
                 saved.reports.append(save(state_dict, path, self.config))
             else:
@@ -215,7 +215,7 @@ class NvcompCheckpointEngine(CheckpointEngine):
 
     def load(self, path: str, map_location=None):
         """torch.load of `path`. DeepSpeed reads a model file twice in a row; the second read gets what the first one decoded."""
-        self.wait()
+        wait_for_all()
         status = os.stat(path)
         key = os.path.realpath(path), status.st_mtime_ns, status.st_size, _location_key(map_location)
         cached, self._cached = self._cached, None
@@ -319,11 +319,14 @@ def patch(engine_module) -> None:
     host = engine_module.DeepSpeedEngine
     host._configure_checkpointing = _choosing(host._configure_checkpointing)
     host.save_checkpoint = _committing_latest(host.save_checkpoint)
-    for name, first in (("load_checkpoint", NvcompCheckpointEngine.wait),       # or it reads an old `latest`
-                        ("destroy", NvcompCheckpointEngine.wait),
+    if hasattr(host, "load_checkpoint"):
+        # Another engine of the process may have saved what this one loads.
+        host.load_checkpoint = _after(lambda engine: wait_for_all(), host.load_checkpoint)
+    for name, first in (("destroy", NvcompCheckpointEngine.wait),
                         ("_take_model_step", NvcompCheckpointEngine.settle)):  # in every engine, before parameters change
         if hasattr(host, name):
-            setattr(host, name, _after(first, getattr(host, name)))
+            setattr(host, name, _after(lambda engine, first=first: isinstance(engine, NvcompCheckpointEngine) and first(engine),
+                                       getattr(host, name)))
 
 
 def _choosing(original):
@@ -371,8 +374,6 @@ def _committing_latest(original):
 def _after(first, original):
     @functools.wraps(original)
     def function(self, *args, **kwargs):
-        engine = getattr(self, "checkpoint_engine", None)  # none yet, where __init__ failed
-        if isinstance(engine, NvcompCheckpointEngine):
-            first(engine)
+        first(getattr(self, "checkpoint_engine", None))  # none yet, where __init__ failed
         return original(self, *args, **kwargs)
     return function

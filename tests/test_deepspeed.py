@@ -80,7 +80,8 @@ def test_feature(launched, case):
 
 @pytest.mark.parametrize("group, case", [
     *params("behind", "async_zero2_bf16 async_zero3_bf16 overlap_zero2_bf16 overlap_zero3_bf16 overlap_zero1_fp32 "
-                      "async_saves_follow_one_another two_in_flight overlapping_saves two_overlapping_saves"),
+                      "async_saves_follow_one_another two_in_flight overlapping_saves two_overlapping_saves "
+                      "another_engine_loads"),
     *params("pipeline", "async_pipeline overlap_pipeline")])
 def test_behind_training(launched, group, case):
     """Asynchronous saves, and those whose snapshot overlaps with the next forward and backward."""

@@ -5,9 +5,19 @@ import atexit
 import queue
 import threading
 import time
+import weakref
 from typing import Callable
 
 from ..log import logger
+
+
+_all: "weakref.WeakSet[Background]" = weakref.WeakSet()
+
+
+def wait() -> None:
+    """Wait until all asynchronous saves of this process are complete and current. Raises what one of them raised (`CommitError`)."""
+    for background in list(_all):
+        background.wait()
 
 
 class Background:
@@ -16,6 +26,7 @@ class Background:
 
     def __init__(self, limit: int = 1):
         self._limit = limit
+        _all.add(self)
         self._pending: list[tuple[str, threading.Event]] = []
         self._errors: list[Exception] = []
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
@@ -29,7 +40,7 @@ class Background:
             self._jobs = queue.SimpleQueue()
             self._thread = threading.Thread(target=self._run, args=(self._jobs,), name="ds_nvcomp save", daemon=True)
             self._thread.start()
-            _finish_at_exit(self._finish)
+            _finish_at_exit(self._finish)  # which also keeps this alive until then
         self._jobs.put((name, job, done))
 
     def _run(self, jobs):

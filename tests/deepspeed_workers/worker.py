@@ -375,6 +375,16 @@ def saves_behind_training(directory, block):
     engine.destroy()
 
 
+@case("behind")
+def another_engine_loads(directory):
+    """What one engine is still saving, another one of the process loads."""
+    engine, other = make(compressed(config(2), **{"async": True})), make(config(2), seed=99)
+    train(engine, 0, 2)
+    save(engine, directory, 2)
+    assert restore(other, directory) == 2 and state(other) == state(engine)
+    engine.destroy(), other.destroy()
+
+
 @case("exit")
 def left_at_exit(directory):
     """The script ends right after the last save: a process of its own, whose exit the test waits for."""
