@@ -8,7 +8,10 @@ import pytest
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
 
+import ds_nvcomp
 from ds_nvcomp.archive import files
+from ds_nvcomp.archive.scan import scan
+from ds_nvcomp.archive.writer import snapshot, snapshot_later
 from ds_nvcomp.checkpoint.commit import Commit
 from ds_nvcomp.checkpoint.verify import verify_tree
 from ds_nvcomp.config import Config
@@ -168,3 +171,51 @@ def test_codec_auto(tmp_path, caplog, monkeypatch):
     with caplog.at_level("INFO", logger="ds_nvcomp"):
         save_checkpoint(engine, tmp_path, {"w": torch.randn(5000)})
     assert "codec auto:" in caplog.text and verify_tree(tmp_path) == []
+
+
+def test_a_snapshot_is_of_the_bytes_that_tensors_had(tmp_path):
+    """ZeRO-3 gives parameters other bytes in each forward: what is saved are those of the moment of the save, names and attributes too."""
+    large = torch.randn(400_000)
+    parameter, attributed = torch.nn.Parameter(torch.randn(300_000)), torch.randn(300_000)[::2]
+    attributed.ds_id = 7
+    fp8 = torch.randn(300_000).to(torch.float8_e4m3fn)
+    state = {"module": {"p": parameter, "a": attributed, "fp8": fp8}, "large": large, "view": large[1000:2000].view(10, 100).t()}
+    expected = copy.deepcopy({"p": parameter.data, "a": attributed, "fp8": fp8, "large": large, "view": state["view"]})
+    later = snapshot_later(state, Config(), root="x")
+    parameter.data = torch.zeros(5)
+    attributed.data, attributed.ds_id = torch.zeros(3), 8
+    large.data = torch.zeros(2)
+    state["module"]["fp8"].data = torch.zeros(1, dtype=torch.float8_e4m3fn)
+    state["module"].clear()
+    report = later().write(tmp_path / "x.pt")
+    found = torch.load(tmp_path / "x.pt", weights_only=False)
+    assert isinstance(found["module"]["p"], torch.nn.Parameter) and found["module"]["a"].ds_id == 7
+    for name, tensor in {**found["module"], "large": found["large"], "view": found["view"]}.items():
+        assert torch.equal(tensor.detach().view(torch.uint8) if name == "fp8" else tensor.detach(),
+                           expected[name].view(torch.uint8) if name == "fp8" else expected[name]), name
+        assert tensor.stride() == (expected[name].stride() if name != "a" else (2,)) and tensor.dtype == expected[name].dtype, name
+    assert found["view"].untyped_storage().data_ptr() == found["large"].untyped_storage().data_ptr()
+    direct = ds_nvcomp.save({"module": {"p": found["module"]["p"]}}, tmp_path / "y.pt", {"fsync": False})
+    assert report.raw_bytes > direct.raw_bytes == 1_200_000
+    assert sorted(row.name for row in scan(tmp_path / "x.pt").rows) == ["large", "module.a", "module.fp8", "module.p", "view"]
+    assert {stored.name for stored in scan(tmp_path / "x.pt").storages} >= {"large", "module.a", "module.fp8", "module.p"}
+
+
+def test_later_and_now_are_the_same_file(tmp_path):
+    """Also tied weights, buffers, containers, optimizer state, and objects of classes."""
+    model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.BatchNorm1d(300), torch.nn.Linear(300, 300))
+    model[2].weight = model[0].weight
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(9, 300)).sum().backward()
+    optimizer.step()
+    state = {"module": model.state_dict(), "optimizer": optimizer.state_dict(), "model": model, "list": [model[0].weight, (1, "a", None)]}
+    snapshot(state, Config(), root="x").write(tmp_path / "now.pt")
+    snapshot_later(state, Config(), root="x")().write(tmp_path / "later.pt")
+    now, later = (torch.load(tmp_path / name, weights_only=False) for name in ("now.pt", "later.pt"))
+    assert later["list"][0] is later["model"][2].weight is later["model"][0].weight and type(later["module"]) is type(now["module"])
+    assert later["module"]._metadata == now["module"]._metadata
+    assert [(row.name, row.shape, row.stride, row.offset, row.dtype) for row in scan(tmp_path / "now.pt").rows] == \
+        [(row.name, row.shape, row.stride, row.offset, row.dtype) for row in scan(tmp_path / "later.pt").rows]
+    for name, tensor in now["module"].items():
+        assert torch.equal(later["module"][name], tensor)
+    assert (tmp_path / "now.pt").stat().st_size == (tmp_path / "later.pt").stat().st_size

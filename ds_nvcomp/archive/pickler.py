@@ -52,14 +52,19 @@ class _Pickler(pickle.Pickler):
     """Calls `self.storage(tensor, storage, offset)` for the storage of every plain tensor: its stand-in and new offset."""
 
     def reducer_override(self, obj):
-        if type(obj) is not torch.Tensor:
+        if type(obj) is Frozen:
+            tensor, reduced = obj.tensor, obj.reduced
+            if tensor is None:
+                return reduced
+        elif type(obj) is torch.Tensor:
+            tensor, reduced = obj, obj.__reduce_ex__(self.protocol)
+        else:
             return NotImplemented
-        reduced = obj.__reduce_ex__(self.protocol)
         if reduced[0] in _rebuilds:
-            return (reduced[0], self._swap(obj, reduced[1]), *reduced[2:])
+            return (reduced[0], self._swap(tensor, reduced[1]), *reduced[2:])
         if reduced[0] is _rebuild_from_type and reduced[1][0] in _rebuilds:  # a tensor with attributes, such as ZeRO-3's ds_id
             func, kind, args, state = reduced[1]
-            return (_rebuild_from_type, (func, kind, self._swap(obj, args), state), *reduced[2:])
+            return (_rebuild_from_type, (func, kind, self._swap(tensor, args), state), *reduced[2:])
         return reduced
 
     def _swap(self, tensor, args):
@@ -143,20 +148,39 @@ def collect(obj) -> Plan:
     return Plan(collector.storages, spans, bool(collector.whole))
 
 
+class Frozen:
+    """What a tensor was pickled as at some moment. `tensor` has its dtype, shape and stride, and no bytes; it is None where torch pickles a
+    tensor by means of others."""
+
+    def __init__(self, plain: bool, reduced: tuple):
+        self.reduced, self.tensor = reduced, None
+        if plain and (reduced[0] in _rebuilds or reduced[0] is _rebuild_from_type and reduced[1][0] in _rebuilds):
+            args = reduced[1] if reduced[0] in _rebuilds else reduced[1][2]
+            self.storage, self.offset, size, stride = args[:4]
+            dtype = args[6] if len(args) > 6 and isinstance(args[6], torch.dtype) else self.storage.dtype
+            self.tensor = torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device="meta")
+
+
 def freeze(obj):
-    """A copy of `obj` with the same tensors in it, that further changes to its other parts do not reach. Raises what pickling raises."""
-    tensors, file = [], io.BytesIO()
+    """A copy of `obj` in which tensors are `Frozen`, on the same storages, that no change to `obj` but to the bytes of those reaches: also
+    not that a tensor is given other bytes, as ZeRO-3 does to parameters. Raises what pickling raises."""
+    storages, file = [], io.BytesIO()
 
     class Freezer(pickle.Pickler):
         def persistent_id(self, value):
-            if not (isinstance(value, torch.Tensor) or torch.is_storage(value) or isinstance(value, torch.storage.TypedStorage)):
+            if not (torch.is_storage(value) or isinstance(value, torch.storage.TypedStorage)):
                 return None
-            tensors.append(value)
-            return len(tensors) - 1
+            storages.append(value)
+            return len(storages) - 1
+
+        def reducer_override(self, value):
+            if isinstance(value, torch.Tensor):
+                return Frozen, (type(value) is torch.Tensor, value.__reduce_ex__(2))
+            return NotImplemented
 
     class Thawer(pickle.Unpickler):
         def persistent_load(self, number):
-            return tensors[number]
+            return storages[number]
 
     Freezer(file, protocol=pickle.HIGHEST_PROTOCOL).dump(obj)
     file.seek(0)
@@ -245,7 +269,13 @@ def _names(obj) -> dict[tuple[int, int], str]:
     stack = [("", obj)]
     while stack:
         path, value = stack.pop()
-        if isinstance(value, torch.Tensor):
+        while type(value) is Frozen and value.tensor is None and value.reduced[1] and type(value.reduced[1][0]) is Frozen:
+            value = value.reduced[1][0]  # a Parameter's data
+        if type(value) is Frozen:
+            if value.tensor is not None:
+                place = getattr(value.storage, "_untyped_storage", value.storage)._cdata, value.offset * value.tensor.element_size()
+                names.setdefault(place, path)
+        elif isinstance(value, torch.Tensor):
             try:
                 names.setdefault((value.untyped_storage()._cdata, value.storage_offset() * value.element_size()), path)
             except (NotImplementedError, RuntimeError):  # sparse and functional tensors have none
