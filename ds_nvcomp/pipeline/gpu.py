@@ -33,6 +33,7 @@ from . import cpu
 from .device import SLOTS, streams as _streams, upload as _upload
 from .gpu_decode import decode
 from .payload import Payload, Source, chunk_elements
+from .prospects import Prospects
 
 __all__ = ["encode", "decode"]
 
@@ -40,7 +41,6 @@ LEAST_MEMORY = 32 << 20
 LISTS = 1 << 20
 MAX_TILE = 256 << 20   # raw bytes; larger ones gain nothing (measured), and the last one leaves the coder idle for longer
 MAX_CHUNKS = 65535     # of a tile: CUDA's limit for the second grid dimension
-RETRY = 8              # tiles
 FIRST_PART = 0.4       # of a copy; what is left keeps the copies busy while a tile is packed and the next one launched
 SLAB = 64 << 20        # bytes of pinned memory at once: a power of two, so that torch's pool of it has one size to reuse
 
@@ -152,7 +152,7 @@ class _Encoder:
         self.chunk_bytes = transform.planes[0].raw_bytes(self.per_chunk)
         self._cut()
         self.beside_training = config.overlap
-        self.tried: dict[int, int] = {}  # source: tiles since one of it was last coded, where coding was of no use then
+        self.prospects = Prospects()
         self._taken = 0  # bytes of `host` that payloads have
         self.host = into(int(self.elements.sum()) * transform.width + len(self.elements) * ALIGN * len(transform.planes))
 
@@ -285,7 +285,7 @@ class _Encoder:
                           self.plane_stride, flags)
             kernels.publish(slot.stream, flags, self._result(part, 0, 3))
             kernels.checksum(slot.stream, slot.planes, self.places[:n], self.lengths[part], self._result(part, 3))
-            if slot.coder and self._worth_coding(part):
+            if slot.coder and self.prospects.worth(*self._sources_of(part)):
                 try:
                     tile.batch = slot.coder.encode(slot.planes, self.plane_stride, self.sizes[part].tolist(), slot.coded,
                                                    self.coded_stride)
@@ -297,21 +297,8 @@ class _Encoder:
                                                  self.limits[:n], self._result(part, 4))
             tile.coded_event = slot.stream.record_event()
 
-    def _worth_coding(self, part) -> bool:
-        """Whether to try. Of bytes that do not shrink, and of zeros, there is usually more where they come from: while a whole tile gained
-        nothing, only one of `RETRY` is tried of the same source. (Random bits: 13 % over storing raw without this, on an H200.)"""
-        source = int(self.source[part.start])
-        if source not in self.tried or source != self.source[part.stop - 1]:
-            return True
-        self.tried[source] += 1
-        return self.tried[source] % RETRY == 0
-
-    def _learn(self, part, better):
-        source = int(self.source[part.start])
-        if better.any():
-            self.tried.pop(source, None)
-        elif source == self.source[part.stop - 1]:
-            self.tried.setdefault(source, 0)
+    def _sources_of(self, part) -> tuple[int, int]:
+        return int(self.source[part.start]), int(self.source[part.stop - 1])
 
     def _await_coder(self, tile):
         """Until the coder is done and the sizes are on the host. After this, nothing that takes time before the next copy is started.
@@ -353,7 +340,8 @@ class _Encoder:
                 size[p][unsigned] = plane.unsigned_bytes(elements)[unsigned]
         better = (mode[0] == RAW) & (coded > 0) & (coded < sizes)
         if tile.batch is not None:
-            self._learn(part, better)
+            lost = int(((mode[0] == RAW) & ~better).sum())
+            self.prospects.learn(*self._sources_of(part), gained=int(better.sum()), lost=lost)
         mode[0][better] = CODED
         size[0][better] = coded[better]
         self.table.decoded[part][better] = self._result(part, 3).numpy().view(np.uint32)[better]
