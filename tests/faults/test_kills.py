@@ -1,6 +1,6 @@
 """A rank is killed (SIGKILL) at each named step of a save; what was committed before, or what is committed now, always loads.
 
-    python -m pytest tests/faults -m "slow or not slow"      all of it: over 1000 kills, some five minutes on two cores
+    python -m pytest tests/faults -m "slow or not slow"      all of it: 1500 kills, some ten minutes on two cores
     python -m pytest tests/faults -m "not slow"              a handful of kills, and every storage fault
 
 The last line of the run says how many ranks were killed, at how many named steps.
