@@ -117,8 +117,9 @@ class NvcompCheckpointEngine(CheckpointEngine):
         elif self._commit is None:
             saved.snapshots[path] = self._take(state_dict, path) if states else _plain_file(state_dict)
         elif states:
-            report = write(state_dict, self._commit.stage(path), self._chosen, root=path.stem)
-            saved.add(self._commit.stage(path), report)
+            target = self._commit.stage(path)
+            report = write(state_dict, target, self._chosen, root=path.stem)
+            saved.add(target, report)
             self._chooser.observe(report.raw_bytes, report.stored_bytes, report.encode_seconds, report.seconds)
         else:
             _save_plain(state_dict, self._commit.stage(path))

@@ -83,14 +83,14 @@ def decode_payload(data: torch.Tensor, parsed, *, device: torch.device | None = 
             "not trusted. If you trust this one, load it with weights_only=False, or convert it with `ds-nvcomp pack --codec deflate`.")
     on_gpu = data.is_cuda or device.type == "cuda" or coded and codec.cpu is None or \
         header.raw_bytes >= WORTH_THE_WAY and torch.cuda.is_initialized()
-    if device.type == "cpu":
+    on_gpu = on_gpu and gpu_missing() is None and (trusted or not coded or codec.checked)
+    if device.type == "cpu" or not on_gpu:
         memory.expect_room(header.raw_bytes)
-    if gpu_missing() is None and on_gpu and (trusted or not coded or codec.checked):
+    if on_gpu:
         from . import gpu
         return gpu.decode(data, header, table, codec, device)
     if coded:
         codecs.cpu(codec)  # before anything is allocated
-    memory.expect_room(header.raw_bytes)
     out = torch.empty(header.raw_bytes, dtype=torch.uint8, device="cpu")  # whatever the default device is
     cpu.decode(data.cpu().numpy(), header, table, codec, out.numpy())
     return out.to(device)

@@ -162,15 +162,6 @@ def check(payload: np.ndarray, table: format.Table, offsets: np.ndarray, chunk: 
                             "The file is damaged; restore it from a copy, or resume from an earlier checkpoint.", chunk=chunk)
 
 
-def check_all(payload: np.ndarray, table: format.Table, offsets: np.ndarray, threads: int = 0) -> None:
-    """Raise `ChecksumError` for the first damaged chunk of a payload, checking on all threads."""
-    step = TILE_CHUNKS * 16
-    tiles = [pool(threads).submit(lambda first: [check(payload, table, offsets, c) for c in range(first, min(first + step, len(table.crc)))],
-                                  first) for first in range(0, len(table.crc), step)]
-    for tile in tiles:
-        tile.result()
-
-
 def _decode_piece(coder, piece, raw_bytes, crc, chunk):
     try:
         raw = np.frombuffer(coder.decode(piece, raw_bytes), np.uint8)
