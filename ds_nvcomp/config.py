@@ -36,8 +36,8 @@ class Config:
                       "fastest but only on an NVIDIA GPU with the same nvCOMP major version; none splits and stores; auto measures "
                       "this machine and the target, chooses the shortest wait among deflate, ans, zstd and none, and logs why.",
                       choices=(*CODECS, AUTO))
-    device: str = _key("auto", "Where to encode: gpu, cpu, or auto (the GPU for CUDA tensors where CuPy and nvCOMP are "
-                       "installed, otherwise the CPU).", choices=DEVICES)
+    device: str = _key("auto", "Where to encode: gpu, cpu, or auto (where CuPy and nvCOMP are installed, the GPU for CUDA tensors, and for "
+                       "64 MiB and more of CPU tensors once the process uses it; otherwise the CPU).", choices=DEVICES)
     verify: str = _key("auto", "encode decodes every chunk again right after encoding and compares it with the input; a chunk "
                        "that differs is stored uncoded, with a warning. auto does so for the codecs that only nvCOMP can read.",
                        choices=VERIFY)

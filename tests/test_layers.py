@@ -91,7 +91,8 @@ def test_one_file_imports(package, only):
 
 def test_gpu_files_are_imported_late():
     """By files that themselves are only imported where there is a GPU."""
-    gpu_only = {"ds_nvcomp.encoding.kernels", "ds_nvcomp.encoding.codecs.nvcomp", "ds_nvcomp.pipeline.gpu", "ds_nvcomp.pipeline.gpu_decode"}
+    gpu_only = {"ds_nvcomp.encoding.kernels", "ds_nvcomp.encoding.codecs.nvcomp", "ds_nvcomp.pipeline.device", "ds_nvcomp.pipeline.gpu",
+                "ds_nvcomp.pipeline.gpu_decode"}
     for path in FILES:
         if ".".join(module_of(path)) in gpu_only:
             continue

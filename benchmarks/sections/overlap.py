@@ -33,7 +33,8 @@ def run(bench) -> None:
     try:
         for name, keys in RUNS.items():
             entry = bench.case(name, lambda: train(bench, keys, reference), repeats=0)
-            reference["step"] = entry.get("median", {}).get("seconds") if name == NO_SAVES else reference.get("step")
+            if name == NO_SAVES:
+                reference.update(entry.get("median", {}))
             bench.release()
     finally:
         deterministic(False)
@@ -49,7 +50,8 @@ def train(bench, keys, reference) -> dict:
 
 def trained(bench, engine, keys, reference) -> dict:
     """`seconds` are those of the mean step, saves included; `step` is the median of steps alone; `stall`, of save_checkpoint alone;
-    `per_save`, what a save costs the training in all, beside one without; `drain` is the wait at the end."""
+    `drain` is the wait at the end. An interval is --every steps and the save before them: `interval` is the median of those after the
+    first save, which also takes and pins its memory (`first_interval`)."""
     directory = bench.fresh()
     if keys == "torch":
         training.torchs(engine)
@@ -70,13 +72,17 @@ def trained(bench, engine, keys, reference) -> dict:
             saves.append(time.perf_counter() - began)
     began = time.perf_counter()
     training.wait(engine)
+    every = bench.args.every
+    intervals = [sum(steps[at:at + every]) for at in range(every, len(steps) - every + 1, every)]
+    intervals = [seconds + stall for seconds, stall in zip(intervals, saves or [0] * len(intervals))]
     result = {"seconds": (sum(steps) + sum(saves)) / len(steps), "step": statistics.median(steps), "slowest_step": max(steps),
-              "drain": time.perf_counter() - began}
+              "drain": time.perf_counter() - began, "first_interval": intervals[0], "interval": statistics.median(intervals[1:] or intervals)}
     if saves:
         result.update(first_stall=saves[0], stall=statistics.median(saves))
     now = tensors(training.recorded(engine, bench.fresh("recorded")))
-    if saves and reference.get("step"):
-        result["per_save"] = (result["seconds"] - reference["step"]) * len(steps) / len(saves)
+    if saves and reference.get("interval"):
+        result["slowdown"] = result["interval"] / reference["interval"] - 1
+        result["slowdown_with_the_first"] = result["seconds"] / reference["seconds"] - 1
     if "state" not in reference:
         reference["state"] = [tensor.clone() for tensor in now]
     result["bit_identical"] = same(reference["state"], now)

@@ -1,4 +1,4 @@
-"""Pipelines from tensors to payloads and back: on the GPU for bytes that are there, on CPU threads for the others."""
+"""Pipelines from tensors to payloads and back: on the GPU for bytes that are there or many, on CPU threads for the others."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -14,6 +14,9 @@ from .payload import Payload, Source
 
 __all__ = ["Payload", "Source", "encode", "parse_payload", "decode_payload"]
 
+# Raw bytes for which a process that uses the GPU already takes the way there and back: 9 GB/s with ANS, measured, against 1.4 GB/s on 16 cores.
+WORTH_THE_WAY = 64 << 20
+
 
 def encode(sources: list[Source], config, progress=lambda raw_bytes: None) -> Iterator[tuple[int, Payload]]:
     """Encode sources, each on the device that the configuration and its bytes suggest, to host memory: (index, payload) as they are
@@ -21,27 +24,39 @@ def encode(sources: list[Source], config, progress=lambda raw_bytes: None) -> It
 
     Raises `EncodeError`, `CodecUnavailableError`.
     """
-    here = {i for i, source in enumerate(sources) if _encode_on_gpu(source, config)}
+    much = sum(source.data.nbytes for source in sources if not source.data.is_cuda) >= WORTH_THE_WAY
+    here = {i for i, source in enumerate(sources) if _encode_on_gpu(source, config, much)}
     if here:
-        from . import gpu
         members = sorted(here)
-        for position, payload in gpu.encode([sources[i] for i in members], config, progress):
+        for position, payload in _gpu_encode([sources[i] for i in members], config, progress):
             yield members[position], payload
     members = [i for i in range(len(sources)) if i not in here]
     for position, payload in cpu.encode([_on_host(sources[i]) for i in members], config, progress):
         yield members[position], payload
 
 
-def _encode_on_gpu(source: Source, config) -> bool:
+def _encode_on_gpu(source: Source, config, much: bool) -> bool:
+    """`much` says whether the bytes on the host are worth the way to the GPU and back."""
     if config.device == "cpu":
         return False
-    needs_gpu = config.device == "gpu" or codecs.BY_NAME[config.codec].cpu is None and config.codec != "none"
-    if not needs_gpu and not source.data.is_cuda:
+    codec = codecs.BY_NAME[config.codec]
+    if config.device == "gpu" or source.data.is_cuda:
+        wanted = True
+    elif codec is codecs.NONE:
+        wanted = False  # nothing to gain there
+    else:
+        wanted = codec.cpu is None or much and torch.cuda.is_initialized()
+    if not wanted:
         return False
     missing = gpu_missing()
     if missing and config.device == "gpu":
         raise CodecUnavailableError(f"nvcomp_checkpoint.device is 'gpu', but {missing}.")
     return missing is None
+
+
+def _gpu_encode(sources, config, progress):
+    from . import gpu
+    return gpu.encode(sources, config, progress)
 
 
 def _on_host(source: Source) -> Source:
@@ -59,9 +74,6 @@ def parse_payload(data: torch.Tensor):
     if codec is codecs.NONE and (table.mode == format.CODED).any():
         raise TableError("A chunk is marked as coded in a payload whose codec is none. The file is damaged.")
     return header, table, codec
-
-
-WORTH_THE_WAY = 64 << 20  # raw bytes that are decoded on the GPU though they come from the host and go back to it
 
 
 def decode_payload(data: torch.Tensor, parsed, *, device: torch.device | None = None, trusted: bool = True) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What encoder and decoder on a GPU share: this thread's streams, and small arrays on their way there."""
+"""What encoder and decoder on a GPU share: this thread's streams, codecs on them, and small arrays on their way there."""
 from __future__ import annotations
 
 import threading
@@ -6,7 +6,10 @@ import threading
 import numpy as np
 import torch
 
+from ..encoding import codecs
+from ..encoding.codecs import nvcomp
 from ..encoding.format import ALIGN, aligned
+from ..encoding.transforms import WHOLE
 
 SLOTS = 2  # tiles at a time
 
@@ -19,6 +22,12 @@ def streams(device: torch.device, *, priority: int = 0) -> list[torch.cuda.Strea
     if (device, priority) not in cache:
         cache[device, priority] = [torch.cuda.Stream(device, priority=priority) for _ in range(SLOTS + 1)]
     return cache[device, priority]
+
+
+def coders(codec, transform, chunk_bytes: int, of_slots: list[torch.cuda.Stream]) -> list[nvcomp.GpuCodec | None]:
+    """What codes and decodes chunks of the first plane on each stream; None for the codec that does nothing."""
+    return [None if codec is codecs.NONE else nvcomp.codec_for(codec, chunk_bytes, stream, exponents=transform is not WHOLE)
+            for stream in of_slots]
 
 
 def upload(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:

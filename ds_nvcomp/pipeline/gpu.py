@@ -26,11 +26,11 @@ import torch
 from ..encoding import codecs, format, kernels
 from ..encoding.codecs import nvcomp
 from ..encoding.format import ALIGN, CODED, RAW, UNSIGNED, ZERO, aligned
-from ..encoding.transforms import SPLIT8, WHOLE
+from ..encoding.transforms import SPLIT8
 from ..errors import EncodeError
 from ..log import logger
 from . import cpu
-from .device import SLOTS, streams as _streams, upload as _upload
+from .device import SLOTS, coders, streams as _streams, upload as _upload
 from .gpu_decode import decode
 from .payload import Payload, Source, chunk_elements
 from .prospects import Prospects
@@ -216,9 +216,7 @@ class _Encoder:
 
     def _slots(self, streams):
         """The work memory, within the budget; decides the chunks per tile."""
-        coder = [None if self.codec is codecs.NONE else
-                 nvcomp.codec_for(self.codec, self.chunk_bytes, stream, exponents=self.transform is not WHOLE)
-                 for stream in streams]
+        coder = coders(self.codec, self.transform, self.chunk_bytes, streams)
         self.plane_stride = int(aligned(self.chunk_bytes))
         self.coded_stride = 0
         if coder[0]:

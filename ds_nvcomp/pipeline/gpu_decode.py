@@ -14,14 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..encoding import format, kernels
-from ..encoding.codecs import nvcomp
+from ..encoding import codecs, format, kernels
 from ..encoding.format import ALIGN, CODED, aligned
-from ..encoding.transforms import WHOLE
 from ..errors import ChecksumError, DecodeError
 from . import threads
 from .cpu import wrongly_coded
-from .device import SLOTS, streams, upload
+from .device import SLOTS, coders, streams, upload
 
 MEMORY = 512 << 20       # bytes of GPU work memory
 STAGED_TILE = 256 << 20  # raw bytes of a tile that comes from or goes to the host: steps are to overlap, and a call to nvCOMP takes 6 ms
@@ -69,8 +67,8 @@ class _Decoder:
 
     def run(self) -> torch.Tensor:
         self.streams = streams(self.gpu)[:SLOTS]
-        self.coders = [nvcomp.codec_for(self.codec, self.chunk_bytes, stream, exponents=self.transform is not WHOLE)
-                       for stream in self.streams] if (self.table.mode == CODED).any() else [None] * SLOTS
+        coded = (self.table.mode == CODED).any()
+        self.coders = coders(self.codec if coded else codecs.NONE, self.transform, self.chunk_bytes, self.streams)
         for stream in self.streams:
             stream.wait_stream(torch.cuda.current_stream(self.gpu))
         tiles = self._tiles()
