@@ -38,8 +38,9 @@ from .prospects import Prospects
 __all__ = ["encode", "decode"]
 
 LEAST_MEMORY = 32 << 20
-LISTS = 1 << 20
+LISTS = 4 << 20
 MAX_TILE = 256 << 20   # raw bytes; larger ones gain nothing (measured), and the last one leaves the coder idle for longer
+FIRST_TILE = 8         # the first tile has this part of the others' chunks; then they double
 MAX_CHUNKS = 65535     # of a tile: CUDA's limit for the second grid dimension
 FIRST_PART = 0.4       # of a copy; what is left keeps the copies busy while a tile is packed and the next one launched
 SLAB = 64 << 20        # bytes of pinned memory at once: a power of two, so that torch's pool of it has one size to reuse
@@ -175,8 +176,7 @@ class _Encoder:
             stream.wait_stream(torch.cuda.current_stream(self.device))
         slots = self._slots(slot_streams)
         emitted = 0
-        tiles = [_Tile(slice(at, min(at + self.tile_chunks, len(self.elements))), slots[i % SLOTS])
-                 for i, at in enumerate(range(0, len(self.elements), self.tile_chunks))]
+        tiles = [_Tile(part, slots[i % SLOTS]) for i, part in enumerate(self._parts())]
         try:
             self._prepare(tiles)
             for i in range(len(tiles) + 3):
@@ -230,6 +230,14 @@ class _Encoder:
         budget = (self.config.gpu_memory - lists) // SLOTS // sum(work)
         self.tile_chunks = max(1, min(budget, MAX_TILE // raw, MAX_CHUNKS, len(self.elements)))
         return [_Slot(stream, c, *(self.tile_chunks * nbytes for nbytes in work)) for stream, c in zip(streams, coder)]
+
+    def _parts(self) -> list[slice]:
+        """The chunks of each tile. The first ones are small: nothing is copied before the first is coded."""
+        parts, at, count = [], 0, max(1, self.tile_chunks // FIRST_TILE)
+        while at < len(self.elements):
+            parts.append(slice(at, min(at + count, len(self.elements))))
+            at, count = parts[-1].stop, min(2 * count, self.tile_chunks)
+        return parts
 
     def _prepare(self, tiles):
         """Everything that is known of all chunks goes to the device in one transfer; room for what comes back.
