@@ -17,7 +17,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
-    packages=find_packages(include=["ds_nvcomp", "ds_nvcomp.*"]),
+    packages=find_packages(include=["ds_nvcomp", "ds_nvcomp.*", "megatron_patch"]),
     package_data={"ds_nvcomp.encoding": ["kernels.cu"]},
     install_requires=["torch>=2.6", "numpy>=1.26", "isal>=1.7", "zlib-ng>=0.5", "zstandard>=0.22", "cramjam>=2.9", "typer>=0.12", "rich>=13"],
     extras_require={

@@ -11,8 +11,8 @@ import importlib.util
 import os
 import sys
 import warnings
+from typing import Callable, NamedTuple
 
-_DEEPSPEED = "deepspeed.runtime.engine"
 
 
 def autoload() -> None:
@@ -27,15 +27,17 @@ def autoload() -> None:
 
 
 def install() -> None:
-    """Make DeepSpeed's `nvcomp_checkpoint` block work, and torch.load(weights_only=True) read our files. Idempotent.
+    """Make DeepSpeed's `nvcomp_checkpoint` block and Megatron's `--nvcomp-checkpoint` work, and torch.load(weights_only=True) read our files.
+    Idempotent.
 
-    DeepSpeed may be imported before or after. Raises whatever keeps it from working.
+    DeepSpeed and Megatron may be imported before or after. Raises whatever keeps it from working.
     """
     import torch
     torch.serialization.add_safe_globals(_SAFE)
-    if _DEEPSPEED in sys.modules:
-        _patch_deepspeed(sys.modules[_DEEPSPEED])
-    elif not any(isinstance(finder, _PostImport) for finder in sys.meta_path):
+    for name, host in _HOSTS.items():
+        if name in sys.modules:
+            host.patch(sys.modules[name])
+    if not any(isinstance(finder, _PostImport) for finder in sys.meta_path):
         sys.meta_path.insert(0, _PostImport())
 
 
@@ -75,17 +77,50 @@ def _refuse_when_asked(module, reason: Exception) -> None:
     host._configure_checkpointing = _configure_checkpointing
 
 
-class _PostImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds DeepSpeed's engine module as everyone else does, and patches it when it has run."""
+def _patch_megatron(module) -> None:
+    from megatron_patch.arguments import wrap
+    wrap(module)
+
+
+def _say_why(module, reason: Exception) -> None:
+    """Our part does not load: Megatron works without it, and its parser refuses the argument."""
+    warnings.warn(f"Megatron's argument --nvcomp-checkpoint is not there ({type(reason).__name__}: {reason}).", RuntimeWarning, stacklevel=2)
+
+
+class _Host(NamedTuple):
+    """What is done to a host's module when it has run, and what where that fails."""
+    patch: Callable
+    failed: Callable
+
+
+_HOSTS = {"deepspeed.runtime.engine": _Host(_patch_deepspeed, _refuse_when_asked),
+          "megatron.training.arguments": _Host(_patch_megatron, _say_why)}
+
+
+class _PostImport(importlib.abc.MetaPathFinder):
+    """Finds hosts' modules as everyone else does, and has them patched when they have run."""
+
+    def __init__(self):
+        self._looking = set()
 
     def find_spec(self, name, path=None, target=None):
-        if name != _DEEPSPEED:
+        if name not in _HOSTS or name in self._looking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self._looking.add(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._looking.discard(name)
         if spec is not None and spec.loader is not None:
-            self._loader, spec.loader = spec.loader, self
+            spec.loader = _Patching(spec.loader, _HOSTS[name])
         return spec
+
+
+class _Patching(importlib.abc.Loader):
+    """A module's own loader, and the patch after it."""
+
+    def __init__(self, loader, host: _Host):
+        self._loader, self._host = loader, host
 
     def create_module(self, spec):
         return self._loader.create_module(spec)
@@ -94,6 +129,6 @@ class _PostImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module.__spec__.loader = module.__loader__ = self._loader  # so that inspect and pickle see the file
         self._loader.exec_module(module)
         try:
-            _patch_deepspeed(module)
+            self._host.patch(module)
         except Exception as err:
-            _refuse_when_asked(module, err)
+            self._host.failed(module, err)

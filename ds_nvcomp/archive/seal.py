@@ -7,6 +7,7 @@ that torch.load is reading. Compressed storages have checksums of their own, bou
 from __future__ import annotations
 
 import json
+import os
 import sys
 import zipfile
 
@@ -94,7 +95,7 @@ def _check_entries(file) -> None:
     """
     position = file.tell()
     try:
-        with zipfile.ZipFile(file) as zipped:
+        with zipfile.ZipFile(_FromStart(file)) as zipped:
             wrong = [info.orig_filename for info in zipped.infolist()
                      if info.external_attr & 1 << 4 or info.compress_type or info.compress_size != info.file_size]
     except Exception as err:  # BadZipFile for most damage, a variety for the rest
@@ -104,6 +105,31 @@ def _check_entries(file) -> None:
     if wrong:
         raise ArchiveError(f"The zip directory says that {wrong[0][:200]!r} is a directory, deflated or of two sizes; no record is. The "
                            "file is damaged or was repacked; restore it from a copy, or zip it with `zip -0`.")
+
+
+class _FromStart:
+    """A file that is only asked to seek from its start: DCP's view of an item (torch 2.13) takes an offset from the end for its opposite."""
+
+    def __init__(self, file):
+        self._file = file
+        file.seek(0, os.SEEK_END)
+        self._end = file.tell()
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._file.tell(), os.SEEK_END: self._end}[whence]
+        if start + offset < 0:
+            raise OSError(f"byte {start + offset} is before the start")
+        self._file.seek(start + offset)
+        return start + offset
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def seekable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        return self._file.read(size)
 
 
 def _reader():

@@ -6,7 +6,7 @@ import stat
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Callable, Collection, Iterator
+from typing import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch.serialization import location_tag
@@ -52,6 +52,25 @@ def save(obj, f, config=None, *, pickle_protocol: int = 2, progress=None) -> Sav
                 part.chmod(stat.S_IMODE(path.stat().st_mode))
         return report
     return _write(_Archive(obj, config, pickle_protocol, progress), lambda offset, buffers: _append(f, buffers), "archive")
+
+
+def buffers(objs: Sequence, config=None, *, pickle_protocol: int = 2, progress=None) -> list[list]:
+    """For each of `objs` what `save` would write, as buffers on the host that follow one another. All are encoded in one pipeline.
+
+    The buffers may be memory of the objects. Raises `ConfigError`, `CodecUnavailableError`, `EncodeError`.
+    """
+    config = Config.of(config).concrete
+    archives = [_Archive(obj, config, pickle_protocol) for obj in objs]
+    sources = [archive.sources() for archive in archives]
+    owners = [(number, i) for number, own in enumerate(sources) for i in range(len(own))]
+    encoded: list[list] = [[] for _ in archives]
+    for at, payload in encode([source for own in sources for source in own], config, progress or (lambda raw_bytes: None)):
+        number, i = owners[at]
+        encoded[number].append((i, payload))
+    written: list[list] = [[] for _ in archives]
+    for archive, payloads, parts in zip(archives, encoded, written):
+        _write(archive, lambda offset, given: parts.extend(given), "archive", records=archive.records(payloads))
+    return written
 
 
 def _append(file, buffers) -> None:
@@ -131,23 +150,27 @@ class _Archive:
         self._obj, self._protocol, self._progress, self._alias = obj, protocol, progress or (lambda raw_bytes: None), alias
         self._plan = plan or pickler.collect(obj)
         self.spans = self._plan.all_spans()
+        self._worth = [span for span in self.spans if span.nbytes >= self.config.min_bytes]
         self.raw_bytes, self.encode_seconds = sum(span.nbytes for span in self.spans), 0.0
 
     def let_go(self) -> "_Archive":
         """Forget the object; what is left is for the report."""
-        self._obj = self._plan = self.spans = self._progress = None
+        self._obj = self._plan = self.spans = self._worth = self._progress = None
         return self
 
-    def records(self) -> Iterator[tuple[str, "Payload | bytes"]]:
-        """(name, content) in the order of the file. Payloads come as they are encoded."""
-        spans = self.spans
-        worth = [span for span in spans if span.nbytes >= self.config.min_bytes]
-        sources = [Source(span.data, transforms.for_dtype(dtype_name(span.dtype)), span.name) for span in worth]
+    def sources(self) -> list[Source]:
+        """What is to be encoded."""
+        return [Source(span.data, transforms.for_dtype(dtype_name(span.dtype)), span.name) for span in self._worth]
+
+    def records(self, encoded: Iterable[tuple[int, Payload]] | None = None) -> Iterator[tuple[str, "Payload | bytes"]]:
+        """(name, content) in the order of the file. Payloads come as they are encoded, here or, with `encoded`, where that comes from."""
+        spans, worth = self.spans, self._worth
+        encoded = encode(self.sources(), self.config, self._progress) if encoded is None else encoded
         entries = {id(span): pickler.Entry(str(key), span.dtype, span.nbytes, location_tag(span.storage), span.start, span.stop)
                    for key, span in enumerate(spans)}
         # No `.format_version`: it promises torch.save's own order and sizes of records, from which torch may compute their offsets.
         yield "byteorder", b"little"
-        for i, payload in encode(sources, self.config, self._progress):
+        for i, payload in encoded:
             # Also what did not shrink is a payload: its checksums are worth more than its 0.01 %.
             entry = entries[id(worth[i])]
             entry.nbytes, entry.meta = payload.nbytes, describe(entry.dtype, payload, worth[i].name)

@@ -1,0 +1,229 @@
+"""torch.distributed.checkpoint (DCP): a writer and a reader for FSDP2, torchtitan and whoever calls dcp.save and dcp.load.
+
+    dcp.save(state_dict, storage_writer=NvcompWriter(path))
+    dcp.load(state_dict, storage_reader=NvcompReader(path))     # or torch's own FileSystemReader
+
+A DCP directory is files of items and `.metadata`, which says where each item is. Torch's writer makes an item of a tensor by torch.save,
+ours by `ds_nvcomp.save`: a torch zip that decodes itself. Nothing else differs, so whatever reads the one reads the other, a directory
+with both, and at another world size.
+"""
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import re
+import threading
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, SerializationFormat, _StoragePrefix
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.futures import Future
+
+from .archive import files, load
+from .archive.items import encode_items
+from .config import Config
+from .errors import ArchiveError, ConfigError, DsNvcompError, SaveError, TruncatedError
+
+__all__ = ["NvcompWriter", "NvcompReader"]
+
+GROUP = 1 << 30  # raw bytes that are encoded together, while those before are written
+
+_ITEMS = re.compile(r"__\d+_.*\.distcp")
+
+
+class NvcompWriter(FileSystemWriter):
+    """torch's FileSystemWriter, with each item compressed: on the GPU where tensors are there, before they are copied to the host.
+
+    `path` is a directory, or a URL for fsspec; `config` a `Config` or a mapping of its keys; the rest are FileSystemWriter's arguments.
+    For dcp.save, and for dcp.async_save in a thread or a process (which hand over CPU tensors: those are encoded behind training, on
+    CPU threads or on the GPU as `device` says). A save over a complete checkpoint leaves that one complete until the new one is.
+
+    Raises `ConfigError`; `EncodeError` and `CodecUnavailableError` come out of dcp.save as it wraps errors of any rank.
+    """
+
+    def __init__(self, path: str | os.PathLike, config: "Config | dict | None" = None, **kwargs):
+        self.config = Config.of(config)
+        if self.config.behind:
+            raise ConfigError("nvcomp_checkpoint.async and .overlap are for DeepSpeed; with DCP, call dcp.async_save.")
+        if kwargs.get("serialization_format", SerializationFormat.TORCH_SAVE) is not SerializationFormat.TORCH_SAVE:
+            raise ConfigError("NvcompWriter writes torch zips; safetensors files have a format of their own. Leave serialization_format out.")
+        kwargs.setdefault("sync_files", self.config.fsync)
+        super().__init__(path, **kwargs)
+        self.fs, self.path = _file_system(path, _Local)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        plan = super().prepare_local_plan(plan)
+        return replace(plan, storage_data=self._fresh(plan.storage_data)) if plan.storage_data is not None else plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        before = [plan.storage_data for plan in plans]
+        plans = super().prepare_global_plan(plans)
+        return [plan if had is not None else replace(plan, storage_data=self._fresh(plan.storage_data)) for had, plan in zip(before, plans)]
+
+    def _fresh(self, prefix: _StoragePrefix) -> _StoragePrefix:
+        """Names that no file has: the checkpoint that is being replaced stays whole until its metadata are."""
+        return _StoragePrefix(f"{prefix.prefix}{self.save_id[:8]}_") if self._metadata_exists() else prefix
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner):
+        encoded = _Encoded(planner, plan.items, self.config)
+        try:
+            written = super().write_data(replace(plan, items=[_as_bytes(item) for item in plan.items]), encoded)
+        finally:
+            encoded.close()
+        if len(written.value()) != len(plan.items):  # torch loses what its further threads raise
+            raise SaveError(f"{len(plan.items)} items were to be written, {len(written.value())} are. The first failure is above, or: "
+                            f"{encoded.failure or 'unknown'}", path=str(self.path), rank=self.rank)
+        return written
+
+    def finish(self, metadata: Metadata, results) -> None:
+        super().finish(metadata, results)
+        if isinstance(self.fs, _Local) and self.use_collectives:  # else the others' metadata are not known here
+            used = {info.relative_path for info in metadata.storage_data.values()}
+            for path in Path(self.path).iterdir():
+                if _ITEMS.fullmatch(path.name) and path.name not in used:
+                    path.unlink()
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        return _is_url(checkpoint_id) or super().validate_checkpoint_id(checkpoint_id)
+
+
+class NvcompReader(FileSystemReader):
+    """torch's FileSystemReader, decoding on the device where a tensor is wanted; reads what either writer wrote.
+
+    `path` is a directory, or a URL for fsspec. Items are trusted as dcp.load trusts `.metadata`, which is a pickle.
+    Raises `FormatError`s that name file and tensor for damaged bytes.
+    """
+
+    def __init__(self, path: str | os.PathLike, **kwargs):
+        super().__init__(path, **kwargs)
+        self.fs, self.path = _file_system(path, FileSystem)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future:
+        ours, others = [], []
+        for request in plan.items:
+            info = self.storage_data[request.storage_index]
+            plain = request.type == LoadItemType.BYTE_IO or getattr(info, "transform_descriptors", None) or not isinstance(self.fs, FileSystem)
+            (others if plain else ours).append(request)
+        by_file = defaultdict(list)
+        for request in ours:
+            by_file[self.storage_data[request.storage_index].relative_path].append(request)
+        for name, requests in by_file.items():
+            with open(self.fs.concat_path(self.path, name), "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+                for request in requests:
+                    self._read(mapped, name, request, planner)
+        return super().read_data(replace(plan, items=others), planner)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        return _is_url(checkpoint_id) or super().validate_checkpoint_id(checkpoint_id)
+
+    def _read(self, mapped, name: str, request, planner: LoadPlanner) -> None:
+        """One tensor, or as much of it as is wanted, to where the planner wants it."""
+        info, target = self.storage_data[request.storage_index], planner.resolve_tensor(request).detach()
+        try:
+            if not 0 <= info.offset <= info.offset + info.length <= len(mapped):
+                raise TruncatedError(f"The item should be {info.length} bytes from byte {info.offset}; the file has {len(mapped)}. It was "
+                                     "cut off; restore it from a copy, or resume from an earlier checkpoint.")
+            found = load(io.BytesIO(mapped[info.offset:info.offset + info.length]), map_location=target.device, weights_only=True)
+        except DsNvcompError as err:
+            raise err.at(path=str(self.fs.concat_path(self.path, name)), tensor=request.storage_index.fqn)
+        found = narrow_tensor_by_index(found, request.storage_offsets, request.lengths)
+        if target.size() != found.size():
+            raise ArchiveError(f"The planner wants {tuple(target.size())}, the item has {tuple(found.size())}.",
+                               path=str(self.fs.concat_path(self.path, name)), tensor=request.storage_index.fqn)
+        target.copy_(found)
+        planner.commit_tensor(request, target)
+
+
+class _Local(FileSystem):
+    """Replaces `.metadata` in one step, durably; torch removes the old one first."""
+
+    def rm_file(self, path) -> None:
+        """Nothing: `rename` replaces it."""
+
+    def rename(self, path, new_path) -> None:
+        os.replace(path, new_path)
+        files.sync_directory(Path(new_path).parent)
+
+
+def _is_url(path) -> bool:
+    return "://" in os.fspath(path)
+
+
+def _file_system(path, local):
+    if _is_url(path):
+        from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as Remote
+        found = Remote()
+    else:
+        found = local()
+    return found, found.init_path(path)
+
+
+def _as_bytes(item: WriteItem) -> WriteItem:
+    """What makes torch's writer take an item's bytes as they are. Whoever reads it goes by the metadata of the plan, where it is a tensor."""
+    return replace(item, type=WriteItemType.BYTE_IO)
+
+
+def _raw_bytes(item: WriteItem) -> int:
+    if item.tensor_data is None:
+        return 0
+    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+
+
+class _Encoded:
+    """A planner of which the writer gets encoded items. One group of them is encoded while the one before is written."""
+
+    def __init__(self, planner: SavePlanner, items: list[WriteItem], config: Config):
+        self._planner, self._config = planner, config
+        self._groups, self._group_of, filled = [], {}, GROUP
+        for item in items:
+            if filled + _raw_bytes(item) > GROUP:
+                self._groups.append([])
+                filled = 0
+            filled += _raw_bytes(item)
+            self._group_of[item.index] = len(self._groups) - 1
+            self._groups[-1].append(item)
+        self._pool, self._lock = ThreadPoolExecutor(1, thread_name_prefix="ds_nvcomp items"), threading.Lock()
+        self._futures: dict = {}
+        self.failure: Exception | None = None
+        self._ready = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
+        self._device = torch.cuda.current_device() if self._ready is not None else None
+        self._begin(0)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def resolve_data(self, item: WriteItem) -> io.BytesIO:
+        number = self._group_of[item.index]
+        with self._lock:  # torch's writer may have several threads
+            self._begin(number)
+            self._begin(number + 1)
+        try:
+            return self._futures[number].result().pop(item.index)
+        except Exception as err:
+            self.failure = self.failure or err
+            raise
+
+    def _begin(self, number: int) -> None:
+        if number < len(self._groups) and number not in self._futures:
+            self._futures[number] = self._pool.submit(self._encode, self._groups[number])
+
+    def _encode(self, group: list[WriteItem]) -> dict:
+        if self._ready is None:
+            return self._encoded(group)
+        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda.current_stream().wait_event(self._ready)  # what is still being computed where this save was called
+            return self._encoded(group)
+
+    def _encoded(self, group):
+        data = [self._planner.resolve_data(item) for item in group]
+        return dict(zip((item.index for item in group), encode_items(data, self._config)))

@@ -1,0 +1,22 @@
+"""Megatron-LM checkpoints, compressed by a launch argument: `--nvcomp-checkpoint`.
+
+Once ds_nvcomp is installed the argument is there, in every Megatron script. Where packages cannot put themselves in place
+(DS_NVCOMP_AUTOLOAD=0), `import megatron_patch` at the top of the script does so, or `python -m megatron_patch pretrain_gpt.py ARGS`.
+
+    arguments.py     the arguments, and what is done when they are seen
+    apply.py         puts the patches in place, and takes them out again
+    compat.py        what of Megatron they need, looked for before anything is changed
+    torch_dist.py    --ckpt-format torch_dist: items are encoded in place of the copy to the host
+    torch_save.py    --ckpt-format torch, and local checkpoints: Megatron's own files, and no others, go through ds_nvcomp.save
+
+Files decode themselves, so loading needs no argument, and no patch.
+"""
+from __future__ import annotations
+
+from ds_nvcomp.autoload import install
+
+from .apply import apply, revert
+
+__all__ = ["apply", "revert"]
+
+install()
