@@ -10,7 +10,6 @@ with both, and at another world size.
 from __future__ import annotations
 
 import io
-import mmap
 import os
 import re
 import threading
@@ -20,17 +19,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem, SerializationFormat, _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem, WriteItemType,
+)
 from torch.futures import Future
 
-from .archive import files, load
+from .archive import files
 from .archive.items import encode_items
+from .archive.part import load_part
 from .config import Config
-from .errors import ArchiveError, ConfigError, DsNvcompError, SaveError, TruncatedError
+from .errors import ArchiveError, ConfigError, DsNvcompError, SaveError
 
 __all__ = ["NvcompWriter", "NvcompReader"]
 
@@ -54,7 +55,8 @@ class NvcompWriter(FileSystemWriter):
         if self.config.behind:
             raise ConfigError("nvcomp_checkpoint.async and .overlap are for DeepSpeed; with DCP, call dcp.async_save.")
         if kwargs.get("serialization_format", SerializationFormat.TORCH_SAVE) is not SerializationFormat.TORCH_SAVE:
-            raise ConfigError("NvcompWriter writes torch zips; safetensors files have a format of their own. Leave serialization_format out.")
+            raise ConfigError("NvcompWriter writes torch zips, and safetensors files have a format of their own. Leave serialization_format "
+                              "out.")
         kwargs.setdefault("sync_files", self.config.fsync)
         super().__init__(path, **kwargs)
         self.fs, self.path = _file_system(path, _Local)
@@ -108,38 +110,33 @@ class NvcompReader(FileSystemReader):
         self.fs, self.path = _file_system(path, FileSystem)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future:
-        ours, others = [], []
+        others, by_file = [], defaultdict(list)
         for request in plan.items:
             info = self.storage_data[request.storage_index]
-            plain = request.type == LoadItemType.BYTE_IO or getattr(info, "transform_descriptors", None) or not isinstance(self.fs, FileSystem)
-            (others if plain else ours).append(request)
-        by_file = defaultdict(list)
-        for request in ours:
-            by_file[self.storage_data[request.storage_index].relative_path].append(request)
+            if request.type == LoadItemType.BYTE_IO or getattr(info, "transform_descriptors", None) or not isinstance(self.fs, FileSystem):
+                others.append(request)
+            else:
+                by_file[info.relative_path].append(request)
         for name, requests in by_file.items():
-            with open(self.fs.concat_path(self.path, name), "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-                for request in requests:
-                    self._read(mapped, name, request, planner)
+            path = os.fspath(self.fs.concat_path(self.path, name))
+            mapped = torch.UntypedStorage.from_file(path, False, os.stat(path).st_size)
+            for request in requests:
+                self._read(path, mapped, request, planner)
         return super().read_data(replace(plan, items=others), planner)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
         return _is_url(checkpoint_id) or super().validate_checkpoint_id(checkpoint_id)
 
-    def _read(self, mapped, name: str, request, planner: LoadPlanner) -> None:
+    def _read(self, path: str, mapped: torch.UntypedStorage, request: ReadItem, planner: LoadPlanner) -> None:
         """One tensor, or as much of it as is wanted, to where the planner wants it."""
         info, target = self.storage_data[request.storage_index], planner.resolve_tensor(request).detach()
         try:
-            if not 0 <= info.offset <= info.offset + info.length <= len(mapped):
-                raise TruncatedError(f"The item should be {info.length} bytes from byte {info.offset}; the file has {len(mapped)}. It was "
-                                     "cut off; restore it from a copy, or resume from an earlier checkpoint.")
-            found = load(io.BytesIO(mapped[info.offset:info.offset + info.length]), map_location=target.device, weights_only=True)
+            found = load_part(path, mapped, info.offset, info.length, target.device, request.storage_offsets, request.lengths)
+            if target.size() != found.size():
+                raise ArchiveError(f"The planner wants {tuple(target.size())}, the item has {tuple(found.size())}.")
         except DsNvcompError as err:
-            raise err.at(path=str(self.fs.concat_path(self.path, name)), tensor=request.storage_index.fqn)
-        found = narrow_tensor_by_index(found, request.storage_offsets, request.lengths)
-        if target.size() != found.size():
-            raise ArchiveError(f"The planner wants {tuple(target.size())}, the item has {tuple(found.size())}.",
-                               path=str(self.fs.concat_path(self.path, name)), tensor=request.storage_index.fqn)
+            raise err.at(path=path, tensor=request.storage_index.fqn)
         target.copy_(found)
         planner.commit_tensor(request, target)
 
@@ -169,7 +166,7 @@ def _file_system(path, local):
 
 
 def _as_bytes(item: WriteItem) -> WriteItem:
-    """What makes torch's writer take an item's bytes as they are. Whoever reads it goes by the metadata of the plan, where it is a tensor."""
+    """What makes torch's writer take an item's bytes as they are. Readers go by the metadata of the plan, where it is a tensor."""
     return replace(item, type=WriteItemType.BYTE_IO)
 
 

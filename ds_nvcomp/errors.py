@@ -41,9 +41,10 @@ class DsNvcompError(Exception):
         self.message, self.path, self.tensor, self.chunk, self.rank = message, path, tensor, chunk, rank
 
     def at(self, **where) -> "DsNvcompError":
-        """Fill in what an outer layer knows (`path=`, `tensor=`, `chunk=`, `rank=`); what is already known stays."""
+        """Fill in what an outer layer knows (`path=`, `tensor=`, `chunk=`, `rank=`); what is already known stays. A tensor
+        that is saved by itself has the name "" until somebody knows a better one."""
         for field, value in where.items():
-            if getattr(self, field) is None:
+            if getattr(self, field) in (None, ""):
                 setattr(self, field, value)
         return self
 

@@ -1,0 +1,79 @@
+"""A tensor that was saved by itself, or a part of it: only the chunks that the part touches are read and decoded. No pickle is executed."""
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Sequence
+
+import numpy as np
+import torch
+from isal.isal_zlib import crc32
+
+from ..encoding.format import COLUMNS, Table
+from ..errors import ArchiveError, ChecksumError
+from ..pipeline import decode_payload
+from .records import Record, Records
+from .scan import Encoding, TensorRow, scan_records
+
+
+def load_part(path, mapped: torch.UntypedStorage, start: int, length: int, device, offsets: Sequence[int],
+              sizes: Sequence[int]) -> torch.Tensor:
+    """The part `offsets`, `sizes` of the tensor in the bytes [`start`, `start` + `length`) of the file, on `device`. `mapped` is that file.
+
+    Raises `FormatError`s for damaged bytes, and `ArchiveError` where there is not one plain tensor in it.
+    """
+    with Records(path, start=start, length=length) as records:
+        rows = scan_records(records).rows
+        if len(rows) != 1 or rows[0].stride is None:
+            raise ArchiveError(f"The item should be one tensor; it has {len(rows)}. The file is damaged; restore it from a copy.")
+        row = rows[0]
+        if len(offsets) != len(row.shape) or any(o < 0 or s < 0 or o + s > n for o, s, n in zip(offsets, sizes, row.shape)):
+            raise ArchiveError(f"The part {tuple(sizes)} at {tuple(offsets)} is wanted of a tensor of shape {tuple(row.shape)}. The file is "
+                               "not what the metadata describe; restore both from a copy.")
+        dtype = getattr(torch, row.dtype)
+        record = records.records[row.storage.record]
+        data = _bytes_of(mapped, start, record, row)
+    wanted = _range(row, offsets, sizes, dtype.itemsize)
+    if row.storage.encoding is not None:
+        storage, begins = _decode(data, row.storage.encoding, wanted, torch.device(device))
+    else:
+        storage, begins = _checked(data, record).to(device).untyped_storage(), 0
+    first = row.offset + sum(o * stride for o, stride in zip(offsets, row.stride)) - begins // dtype.itemsize
+    return torch.empty(0, dtype=dtype, device=device).set_(storage, max(0, first), tuple(sizes), row.stride)
+
+
+def _bytes_of(mapped, start: int, record: Record, row: TensorRow) -> torch.Tensor:
+    if record.start is None:
+        raise ArchiveError(f"Record {record.name!r} is deflated by zip, which its kind never is. Restore the file from a copy.")
+    return torch.empty(0, dtype=torch.uint8).set_(mapped, start + record.start, (row.storage.stored_bytes,), (1,))
+
+
+def _range(row: TensorRow, offsets, sizes, itemsize: int) -> tuple[int, int]:
+    """The bytes of the storage that the part lies in."""
+    if 0 in sizes:
+        return 0, 0
+    first = row.offset + sum(o * stride for o, stride in zip(offsets, row.stride))
+    last = first + sum((s - 1) * stride for s, stride in zip(sizes, row.stride))
+    return first * itemsize, (last + 1) * itemsize
+
+
+def _decode(data: torch.Tensor, encoding: Encoding, wanted: tuple[int, int], device) -> tuple[torch.UntypedStorage, int]:
+    """The storage of the chunks that `wanted` (bytes) is in, and the byte of the whole one that it begins at."""
+    header, table = encoding.header, encoding.table
+    step = header.chunk_elements * header.transform.width
+    first, stop = wanted[0] // step, -(-wanted[1] // step)
+    if stop - first < header.chunks:
+        chunks = slice(first, stop)
+        skipped = header.data_start + int(table.chunk_bytes[:first].sum())
+        elements = int(header.elements_of(np.arange(first, stop)).sum())
+        header = replace(header, elements=elements, data_bytes=int(table.chunk_bytes[chunks].sum()))
+        table = Table(*(np.ascontiguousarray(getattr(table, name)[..., chunks]) for name in COLUMNS))
+        data = data[skipped - header.data_start:skipped + header.data_bytes]  # as if the header and the rows of these chunks came before
+    return decode_payload(data, (header, table, encoding.codec), device=device).untyped_storage(), first * step
+
+
+def _checked(data: torch.Tensor, record: Record) -> torch.Tensor:
+    data = data.clone()  # from here on it is what was verified, whatever becomes of the file
+    if crc32(data.numpy()) != record.crc:
+        raise ChecksumError(f"Record {record.name!r} has checksum {crc32(data.numpy()):#010x}, expected {record.crc:#010x}. The file is "
+                            "damaged; restore it from a copy, or resume from an earlier checkpoint.")
+    return data
