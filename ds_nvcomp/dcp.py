@@ -17,6 +17,7 @@ from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Callable
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
@@ -25,11 +26,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import (
     LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem, WriteItemType,
 )
+from torch.distributed.checkpoint.planner_helpers import _create_write_items
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from .archive import files
 from .archive.items import encode_items
 from .archive.part import load_part
+from .checkpoint.auto import Chooser
 from .config import Config
 from .errors import ArchiveError, ConfigError, DsNvcompError, SaveError
 
@@ -44,8 +48,8 @@ class NvcompWriter(FileSystemWriter):
     """torch's FileSystemWriter, with each item compressed: on the GPU where tensors are there, before they are copied to the host.
 
     `path` is a directory, or a URL for fsspec; `config` a `Config` or a mapping of its keys; the rest are FileSystemWriter's arguments.
-    For dcp.save, and for dcp.async_save in a thread or a process (which hand over CPU tensors: those are encoded behind training, on
-    CPU threads or on the GPU as `device` says). A save over a complete checkpoint leaves that one complete until the new one is.
+    For dcp.save, and for dcp.async_save in a thread or a process, which returns when what is on GPUs is in host memory, compressed. A save
+    over a complete checkpoint leaves that one complete until the new one is.
 
     Raises `ConfigError`; `EncodeError` and `CodecUnavailableError` come out of dcp.save as it wraps errors of any rank.
     """
@@ -55,11 +59,27 @@ class NvcompWriter(FileSystemWriter):
         if self.config.behind:
             raise ConfigError("nvcomp_checkpoint.async and .overlap are for DeepSpeed; with DCP, call dcp.async_save.")
         if kwargs.get("serialization_format", SerializationFormat.TORCH_SAVE) is not SerializationFormat.TORCH_SAVE:
-            raise ConfigError("NvcompWriter writes torch zips, and safetensors files have a format of their own. Leave serialization_format "
-                              "out.")
+            raise ConfigError("NvcompWriter writes torch zips; safetensors files have a format of their own. Leave out "
+                              "serialization_format.")
         kwargs.setdefault("sync_files", self.config.fsync)
         super().__init__(path, **kwargs)
         self.fs, self.path = _file_system(path, _Local)
+        self._chooser = Chooser(self.config, rank=int(os.environ.get("RANK", 0)))
+
+    def _chosen(self) -> Config:
+        return self._chooser.config(self.path) if isinstance(self.fs, _Local) else self.config.concrete
+
+    def stage(self, state_dict):
+        """What dcp.async_save writes while training goes on: tensors on GPUs encoded, all else copied by torch."""
+        leaves: list[_Leaf] = []
+
+        def mark(tensor):
+            leaves.append(_Leaf(tensor))
+            return leaves[-1]
+        rest = super().stage(_replace(state_dict, _is_encoded_here, mark))
+        for leaf, item in zip(leaves, encode_items([_local(leaf.tensor) for leaf in leaves], self._chosen())):
+            leaf.tensor = _Staged(_create_write_items("", leaf.tensor), leaf.tensor.shape, leaf.tensor.dtype, item)
+        return _replace(rest, lambda value: isinstance(value, _Leaf), lambda leaf: leaf.tensor)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         plan = super().prepare_local_plan(plan)
@@ -75,7 +95,7 @@ class NvcompWriter(FileSystemWriter):
         return _StoragePrefix(f"{prefix.prefix}{self.save_id[:8]}_") if self._metadata_exists() else prefix
 
     def write_data(self, plan: SavePlan, planner: SavePlanner):
-        encoded = _Encoded(planner, plan.items, self.config)
+        encoded = _Encoded(planner, plan.items, self._chosen())
         try:
             written = super().write_data(replace(plan, items=[_as_bytes(item) for item in plan.items]), encoded)
         finally:
@@ -88,7 +108,7 @@ class NvcompWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results) -> None:
         super().finish(metadata, results)
         if isinstance(self.fs, _Local) and self.use_collectives:  # else the others' metadata are not known here
-            used = {info.relative_path for info in metadata.storage_data.values()}
+            used = {result.storage_data.relative_path for of_rank in results for result in of_rank}
             for path in Path(self.path).iterdir():
                 if _ITEMS.fullmatch(path.name) and path.name not in used:
                     path.unlink()
@@ -150,6 +170,63 @@ class _Local(FileSystem):
     def rename(self, path, new_path) -> None:
         os.replace(path, new_path)
         files.sync_directory(Path(new_path).parent)
+
+
+class _Staged(torch.Tensor):
+    """A tensor that has been encoded. To DCP's planner it is what the tensor was, by the protocol that DTensor has for it; its data are an
+    item. Only `_Encoded` can make something of it."""
+
+    @staticmethod
+    def __new__(cls, write_items, shape, dtype, item):
+        staged = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device="cpu")
+        staged.write_items, staged.item = write_items, item
+        return staged
+
+    def __create_write_items__(self, fqn: str, _):
+        return [replace(write_item, index=replace(write_item.index, fqn=fqn)) for write_item in self.write_items]
+
+    def __get_tensor_shard__(self, index) -> io.BytesIO:
+        return self.item
+
+    def __reduce_ex__(self, protocol):
+        return _Staged, (self.write_items, self.shape, self.dtype, self.item)
+
+    def __repr__(self, **kwargs):
+        return f"_Staged({tuple(self.shape)}, {self.dtype}, {self.item.nbytes} bytes)"
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise NotImplementedError(f"a staged tensor has no numbers to {function} with")
+
+
+class _Leaf:
+    """Where a tensor was that is being encoded."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor = tensor
+
+    def __deepcopy__(self, memo):
+        return self  # what torch's stager does with objects that it does not know
+
+
+def _replace(value, old: Callable, new: Callable):
+    """`value`, dicts and lists in it made anew, with new(leaf) in place of each leaf of which old(leaf) is true."""
+    if isinstance(value, dict):
+        return {key: _replace(item, old, new) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_replace(item, old, new) for item in value)
+    return new(value) if old(value) else value
+
+
+def _is_encoded_here(value) -> bool:
+    if isinstance(value, DTensor):
+        return value.device_mesh.get_coordinate() is not None and _local(value).is_cuda
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and value.is_cuda and value.layout is torch.strided
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _is_url(path) -> bool:

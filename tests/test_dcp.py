@@ -13,7 +13,7 @@ import torch.multiprocessing as mp
 from hypothesis import given, settings, strategies as st
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
-import ds_nvcomp
+import ds_nvcomp.dcp
 from ds_nvcomp.archive.items import REPACKED, Item, encode_items
 from ds_nvcomp.archive.part import load_part
 from ds_nvcomp.config import Config
@@ -184,12 +184,15 @@ def sharded(world, fill=True):
     mesh = init_device_mesh("cpu", (world,))
     whole = torch.randn(101, 300, generator=torch.Generator().manual_seed(3))
     whole = whole if fill else torch.zeros_like(whole)
-    return {"rows": distribute_tensor(whole, mesh, [Shard(0)]), "columns": distribute_tensor(whole.clone(), mesh, [Shard(1)]),
+    return {"plain": whole.clone(), "rows": distribute_tensor(whole, mesh, [Shard(0)]), "columns": distribute_tensor(whole.clone(), mesh, [Shard(1)]),
             "replicated": distribute_tensor(whole.clone(), mesh, [Replicate()])}
 
 
 def write_sharded(rank, world, tmp_path, how):
     value, writer = sharded(world), NvcompWriter(tmp_path / "sharded")
+    if how.startswith("staged "):  # as if they were on a GPU
+        ds_nvcomp.dcp._is_encoded_here = lambda value: isinstance(value, torch.Tensor)
+        how = how.removeprefix("staged ")
     if how == "sync":
         dcp.save(value, storage_writer=writer)
     else:
@@ -201,10 +204,10 @@ def read_sharded(rank, world, tmp_path, reader):
     expected, found = sharded(world), sharded(world, fill=False)
     dcp.load(found, storage_reader=READERS[reader](tmp_path / "sharded"))
     for name in expected:
-        assert_same(found[name].to_local(), expected[name].to_local())
+        assert_same(*((value if name == "plain" else value.to_local()) for value in (found[name], expected[name])))
 
 
-@pytest.mark.parametrize("how", ["sync", "thread", "process"])
+@pytest.mark.parametrize("how", ["sync", "thread", "process", "staged thread", "staged process"])
 def test_resharding(tmp_path, how):
     run_ranks(2, write_sharded, tmp_path, how)
     assert len(list((tmp_path / "sharded").glob("*.distcp"))) == 2

@@ -40,7 +40,6 @@ __all__ = ["encode", "decode"]
 LEAST_MEMORY = 32 << 20
 LISTS = 4 << 20
 MAX_TILE = 256 << 20   # raw bytes; larger ones gain nothing (measured), and the last one leaves the coder idle for longer
-FIRST_TILE = 8         # the first tile has this part of the others' chunks; then they double
 MAX_CHUNKS = 65535     # of a tile: CUDA's limit for the second grid dimension
 FIRST_PART = 0.4       # of a copy; what is left keeps the copies busy while a tile is packed and the next one launched
 SLAB = 64 << 20        # bytes of pinned memory at once: a power of two, so that torch's pool of it has one size to reuse
@@ -232,12 +231,9 @@ class _Encoder:
         return [_Slot(stream, c, *(self.tile_chunks * nbytes for nbytes in work)) for stream, c in zip(streams, coder)]
 
     def _parts(self) -> list[slice]:
-        """The chunks of each tile. The first ones are small: nothing is copied before the first is coded."""
-        parts, at, count = [], 0, max(1, self.tile_chunks // FIRST_TILE)
-        while at < len(self.elements):
-            parts.append(slice(at, min(at + count, len(self.elements))))
-            at, count = parts[-1].stop, min(2 * count, self.tile_chunks)
-        return parts
+        """The chunks of each tile: as many as there is room for. Beginning with small ones, so that the first copy starts early, cost
+        more than it gained (measured: 0.072 s for 4 GB, 0.067 without)."""
+        return [slice(at, min(at + self.tile_chunks, len(self.elements))) for at in range(0, len(self.elements), self.tile_chunks)]
 
     def _prepare(self, tiles):
         """Everything that is known of all chunks goes to the device in one transfer; room for what comes back.
