@@ -85,24 +85,35 @@ def _app(version: Annotated[bool, typer.Option("--version", callback=_version, i
 
 @_command
 def inspect(path: Annotated[Path, typer.Argument(metavar="PATH", help="A torch file or a directory of "
-                                                                      "them.")], as_json: AsJson = False):
+                                                                      "them, also a distributed one (DCP, "
+                                                                      "Megatron).")], as_json: AsJson = False):
     """Show what files hold, without executing anything in them.
 
-    A line for each tensor of a file; a line for each file of a directory.
-    Only headers are read, so it is quick on any size.
+    A line for each tensor of a file or a distributed checkpoint; a line for
+    each file of another directory. Only headers are read, so it is quick on
+    any size.
 
     [bold]Examples[/bold]
 
     ds-nvcomp inspect ckpt/step1000/mp_rank_00_model_states.pt\n
+    ds-nvcomp inspect ckpt/iter_0001000   [dim]# Megatron's torch_dist[/dim]\n
     ds-nvcomp inspect ckpt --json | jq '.files[] | {path, ratio}'
     """
     from .archive.scan import scan
+    from .checkpoint.distributed import scan_directory
+    from .checkpoint.verify import refuse_parts
+    refuse_parts(path)
     if path.is_dir():
-        scans = [scan(file) for file in _torch_files(path)]
+        scans = [scan_directory(file) if file.is_dir() else scan(file) for file in _torch_files(path)]
         if as_json:
             totals = dict(raw_bytes=sum(s.raw_bytes for s in scans), file_bytes=sum(s.bytes for s in scans))
             _print_json({"path": str(path), **totals, "ratio": _ratio(totals["file_bytes"], totals["raw_bytes"]),
                          "files": [_as_dict(s) for s in scans]})
+        elif scans[0].path == str(path):
+            _print_tensors(scans[0])
+            if scans[1:]:
+                typer.echo()
+                _print_files(path, scans)
         else:
             _print_files(path, scans)
         return
@@ -140,6 +151,9 @@ def verify(path: Annotated[Path, typer.Argument(metavar="PATH", help="A torch fi
         looked = (f"{_count(tally.files, 'file')}, {_size(tally.bytes)}, {_count(tally.tensors, 'tensor')} "
                   f"({tally.compressed} compressed, {_count(tally.chunks, 'chunk')})")
         typer.echo(f"{_count(len(problems), 'problem')} in {looked}." if problems else f"OK: {looked}, nothing wrong.")
+    if tally.opaque:
+        typer.echo(f"note: {_count(len(tally.opaque), 'item')} without checksums that ds_nvcomp could verify, such as "
+                   f"{_safe(tally.opaque[0])}.", err=True)
     for name in tally.unchecked:
         typer.echo(f"note: {_safe(name)}: torch's format before 1.6, which has no checksums; not verified.", err=True)
     if tally.not_decoded:
@@ -161,12 +175,13 @@ def pack(src: Source, dst: Destination = None,
          gpu_memory: Annotated[int, typer.Option(help="GPU work memory, bytes.")] = _DEFAULT.gpu_memory,
          fsync: Annotated[bool, typer.Option(help="Make the result durable before it takes its name.")] = _DEFAULT.fsync,
          all_files: Annotated[bool, typer.Option("--all", help="Compress every torch zip, not only DeepSpeed's "
-                                                               "*_states.pt.")] = False,
+                                                               "*_states.pt and items of *.distcp.")] = False,
          no_check: NoCheck = False):
     """Compress a checkpoint, bit for bit lossless.
 
     In a DeepSpeed checkpoint the files named *_states.pt are compressed, as
-    in training, and all others copied; elsewhere *.pt, *.pth and *.bin; a
+    in training, and all others copied; in a distributed one (DCP, Megatron's
+    torch_dist) the items of *.distcp; elsewhere *.pt, *.pth and *.bin; a
     file given by itself always. Every written file is read back and
     compared with its source before anything is replaced.
 
@@ -177,6 +192,7 @@ def pack(src: Source, dst: Destination = None,
 
     ds-nvcomp pack ckpt                    [dim]# in place, atomically[/dim]\n
     ds-nvcomp pack ckpt ckpt-small         [dim]# into a new directory[/dim]\n
+    ds-nvcomp pack ckpt/iter_0001000       [dim]# Megatron's, or any DCP directory[/dim]\n
     ds-nvcomp pack model.pt --codec zstd   [dim]# one file, in place[/dim]\n
     ds-nvcomp pack ckpt --codec deflate    [dim]# from ans, on a GPU machine[/dim]
     """
@@ -348,22 +364,28 @@ def _read_block(file: Path) -> Config:
 
 
 def _torch_files(directory: Path) -> list[Path]:
+    """The torch zips below a directory, and the directories that are distributed checkpoints."""
     from .archive.records import is_torch_zip
+    from .checkpoint.distributed import is_distributed
     from .checkpoint.verify import TORCH_SUFFIXES
     from .errors import DirectoryError
-    found = [Path(folder) / name for folder, folders, names in os.walk(directory) for name in names
-             if name.endswith(TORCH_SUFFIXES) and not name.startswith(".")]
-    found = sorted(file for file in found if is_torch_zip(file))
+    found = []
+    for folder, folders, names in os.walk(directory):
+        folders[:] = [name for name in folders if not name.startswith(".")]  # saves that are not finished
+        files = (Path(folder) / name for name in names if name.endswith(TORCH_SUFFIXES) and not name.startswith("."))
+        found += [file for file in files if is_torch_zip(file)] + ([Path(folder)] if is_distributed(folder) else [])
     if not found:
-        raise DirectoryError("No torch zip file (*.pt, *.pth, *.bin) is in this directory.", path=str(directory))
-    return found
+        raise DirectoryError("No torch zip file (*.pt, *.pth, *.bin) is in this directory, and it is no distributed checkpoint "
+                             "(.metadata).", path=str(directory))
+    return sorted(found)
 
 
 # --- Output ---
 
 def _as_dict(scanned) -> dict:
     tensors = []
-    for row in scanned.rows:
+    items = getattr(scanned, "items", [None] * len(scanned.rows))
+    for row, item in zip(scanned.rows, items):
         stored = row.storage
         entry = dict(name=row.name, dtype=row.dtype, shape=row.shape, stride=row.stride, offset=row.offset,
                      location=stored.location, record=stored.record, raw_bytes=row.raw_bytes, stored_bytes=row.stored_bytes,
@@ -374,6 +396,9 @@ def _as_dict(scanned) -> dict:
             entry |= dict(codec=stored.encoding.codec.name, codec_revision=header.codec_revision,
                           transform=header.transform.name, chunks=header.chunks, chunk_elements=header.chunk_elements,
                           pieces=stored.encoding.pieces, by=stored.encoding.by)
+        if item:
+            entry |= dict(fqn=item.fqn, chunk_offsets=item.offsets, file=item.file, item_offset=item.start, item_bytes=item.length,
+                          transforms=item.transforms)
         tensors.append(entry)
     return dict(path=scanned.path, file_bytes=scanned.bytes, raw_bytes=scanned.raw_bytes,
                 ratio=_ratio(scanned.bytes, scanned.raw_bytes), globals=scanned.globals, tensors=tensors)
@@ -382,7 +407,7 @@ def _as_dict(scanned) -> dict:
 def _print_tensors(scanned):
     table = _table("tensor", "dtype", "shape", ">raw", ">stored", ">ratio", "how")
     for row in scanned.rows:
-        stored, how = row.storage, "as torch stores it"
+        stored, how = row.storage, row.storage.how or "as torch stores it"
         if row.shares is not None:
             how = f"shares the storage of {row.shares}"
         elif stored.encoding:
@@ -395,9 +420,10 @@ def _print_tensors(scanned):
     console = _console()
     console.print(table)
     writers = sorted({s.encoding.by for s in scanned.storages if s.encoding})
-    locations = sorted({s.location for s in scanned.storages})
+    locations = sorted({s.location for s in scanned.storages} - {""})
+    of_files = "files" if hasattr(scanned, "items") else "a file"
     typer.echo(f"\n{_safe(scanned.path)}: {_count(len(scanned.rows), 'tensor')} on "
-               f"{_safe(', '.join(locations) or 'no device')}, {_size(scanned.raw_bytes)} in a file of "
+               f"{_safe(', '.join(locations) or 'no device')}, {_size(scanned.raw_bytes)} in {of_files} of "
                f"{_size(scanned.bytes)} ({_percent(scanned.bytes, scanned.raw_bytes)})"
                + (f", written by {_safe(', '.join(writers))}" if writers else ", not compressed"))
 
@@ -405,7 +431,7 @@ def _print_tensors(scanned):
 def _print_files(root, scans):
     table = _table("file", ">tensors", ">raw", ">stored", ">ratio", "codec")
     for scanned in scans:
-        codecs = sorted({s.encoding.codec.name for s in scanned.storages if s.encoding})
+        codecs = sorted({s.encoding.codec.name if s.encoding else s.how for s in scanned.storages if s.encoding or s.how})
         table.add_row(*_cells(os.path.relpath(scanned.path, root), str(len(scanned.rows)), _size(scanned.raw_bytes),
                               _size(scanned.bytes), _percent(scanned.bytes, scanned.raw_bytes),
                               ", ".join(codecs) or "not compressed"))

@@ -58,15 +58,15 @@ def _item_of(whole: torch.Tensor) -> Item:
     return item
 
 
-def encode_items(objs: Sequence, config: Config) -> list[io.BytesIO]:
-    """An `Item` for each of `objs`: a tensor, or an io.BytesIO that torch.save has written to, whose content is saved anew. What is small,
-    or no torch zip, stays as it is.
+def encode_items(objs: Sequence, config: Config, names: Sequence[str] = ()) -> list[io.BytesIO]:
+    """An `Item` for each of `objs`: a tensor, or an io.BytesIO that torch.save has written to, whose content is saved anew. An `Item`, and
+    what is small or no torch zip, stays as it is. `names` are what errors call them.
 
     Raises `EncodeError`, `CodecUnavailableError`.
     """
     objs = [_content(obj) for obj in objs]
     worth = [i for i, obj in enumerate(objs) if not isinstance(obj, io.BytesIO)]
-    found = dict(zip(worth, map(Item, buffers([_bare(objs[i]) for i in worth], config))))
+    found = dict(zip(worth, map(Item, buffers([_bare(objs[i]) for i in worth], config, names=[names[i] for i in worth] if names else ()))))
     return [found.get(i, obj) for i, obj in enumerate(objs)]
 
 

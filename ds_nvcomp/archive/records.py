@@ -5,6 +5,7 @@ local headers that agree with the directory, data that lies inside the file.
 """
 from __future__ import annotations
 
+import io
 import os
 import struct
 import zipfile
@@ -31,12 +32,48 @@ class Record:
     info: zipfile.ZipInfo
 
 
-def is_torch_zip(path) -> bool:
-    """Whether the file is a zip that torch.save could have written. TorchScript modules are not: torch.load runs those as
-    programs.
+class _Range(io.RawIOBase):
+    """`length` bytes of an open file from `start` on, as a file of their own that can only be read. The file stays open."""
+
+    def __init__(self, file, start: int, length: int):
+        self._file, self._start, self._length, self._at = file, start, length, 0
+
+    def readable(self):
+        return True
+
+    def seekable(self):
+        return True
+
+    def seek(self, offset, whence=os.SEEK_SET):
+        at = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence] + offset
+        if at < 0:
+            raise OSError(f"a position before the first byte: {at}")
+        self._at = at
+        return at
+
+    def tell(self):
+        return self._at
+
+    def readinto(self, buffer):
+        wanted = min(len(buffer), max(self._length - self._at, 0))
+        data = os.pread(self._file.fileno(), wanted, self._start + self._at)
+        buffer[:len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+def opened_range(file, start: int, length: int) -> io.BufferedReader:
+    """`length` bytes of the open `file` from `start` on as a file of their own, for zipfile, torch.load and the like."""
+    return io.BufferedReader(_Range(file, start, length))
+
+
+def is_torch_zip(path, start: int = 0, length: int | None = None) -> bool:
+    """Whether the file (or that many bytes of it from `start` on) is a zip that torch.save could have written. TorchScript modules are
+    not: torch.load runs those as programs.
     """
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb") as whole:
+            file = whole if length is None else opened_range(whole, start, length)
             if file.read(4) != b"PK\3\4":
                 return False
             with zipfile.ZipFile(file) as zipped:
@@ -52,13 +89,22 @@ class Records:
 
     Raises `ArchiveError`, `TruncatedError` and OSError. With a list as `errors`, what is wrong with single records is appended
     there instead, and those records are left out.
+
+    With `length`, the zip is that many bytes of the file from `start` on, such as an item of a distributed checkpoint; then `bytes` is
+    that, and every offset counts from there.
     """
 
-    def __init__(self, path, errors: list[DsNvcompError] | None = None):
-        self.path, self._errors = os.fspath(path), errors
+    def __init__(self, path, errors: list[DsNvcompError] | None = None, *, start: int = 0, length: int | None = None):
+        self.path, self._errors, self._start = os.fspath(path), errors, start
+        self._what = "file" if length is None else "item"
         self._file = open(path, "rb")
         try:
             self.bytes = os.fstat(self._file.fileno()).st_size
+            if length is not None:
+                if not 0 <= start <= start + length <= self.bytes:
+                    raise TruncatedError(f"The item is {length} bytes from byte {start}; the file has {self.bytes}. It was cut off or "
+                                         "damaged; restore it from a copy.")
+                self.bytes = length
             self._open()
         except BaseException as err:
             self._file.close()
@@ -78,15 +124,16 @@ class Records:
         self._errors.append(error)
 
     def _open(self):
-        start = self._file.read(4)
+        file = self._file if self._what == "file" else opened_range(self._file, self._start, self.bytes)
+        start = file.read(4)
         try:
-            self._zip = zipfile.ZipFile(self._file)
+            self._zip = zipfile.ZipFile(file)
             infos = self._zip.infolist()
         except Exception as err:  # BadZipFile for most damage, a variety for the rest
             if start == b"PK\3\4":
-                raise TruncatedError("The file starts as a torch zip and has no intact zip directory at its end. It was cut "
+                raise TruncatedError(f"The {self._what} starts as a torch zip and has no intact zip directory at its end. It was cut "
                                      "off or damaged; restore it from a copy.") from err
-            raise ArchiveError("The file is not a torch zip. Expected what torch.save has written since PyTorch 1.6.") from err
+            raise ArchiveError(f"The {self._what} is not a torch zip. Expected what torch.save has written since PyTorch 1.6.") from err
         if start != b"PK\3\4":
             raise ArchiveError(f"A torch zip starts with b'PK\\x03\\x04', found {start!r}. The file is damaged; restore it "
                                "from a copy.")
@@ -164,22 +211,22 @@ class Records:
         start = info.header_offset + LOCAL.size + name_bytes + extra_bytes
         stored = info.compress_type == zipfile.ZIP_STORED
         if start + info.compress_size > self.bytes:
-            raise TruncatedError(f"{where} should be {info.compress_size} bytes from byte {start}; the file has "
+            raise TruncatedError(f"{where} should be {info.compress_size} bytes from byte {start}; the {self._what} has "
                                  f"{self.bytes}. It was cut off; restore it from a copy.")
         if stored and info.file_size != info.compress_size:
             raise ArchiveError(f"{where} is stored as {info.compress_size} bytes and said to be {info.file_size}. {damaged}")
         return Record(name, start if stored else None, info.file_size, info.CRC, info)
 
     def read_at(self, offset: int, size: int, where: str) -> bytes:
-        """`size` bytes at `offset` of the file. Raises `TruncatedError` where it has fewer; allocates nothing for those."""
+        """`size` bytes at `offset` of the zip. Raises `TruncatedError` where it has fewer; allocates nothing for those."""
         if not 0 <= offset <= offset + size <= self.bytes:
-            raise TruncatedError(f"{where} needs {size} bytes from byte {offset}; the file has {self.bytes}. It was cut off or "
-                                 "damaged; restore it from a copy.")
+            raise TruncatedError(f"{where} needs {size} bytes from byte {offset}; the {self._what} has {self.bytes}. It was cut off "
+                                 "or damaged; restore it from a copy.")
         parts = []
         while size:
-            part = os.pread(self._file.fileno(), min(size, 1 << 30), offset)
+            part = os.pread(self._file.fileno(), min(size, 1 << 30), self._start + offset)
             if not part:
-                raise TruncatedError(f"{where}: the file ends at byte {offset}, {size} bytes early. It was cut off while it "
+                raise TruncatedError(f"{where}: the {self._what} ends at byte {offset}, {size} bytes early. It was cut off while it "
                                      "was read.")
             parts.append(part)
             offset, size = offset + len(part), size - len(part)

@@ -69,6 +69,7 @@ class Stored:
     compressed: bool
     name: str
     encoding: Encoding | None = None
+    how: str = ""  # who stored it, where that was neither torch nor ds_nvcomp
 
 
 @dataclass(frozen=True)
@@ -133,8 +134,9 @@ def scan(path) -> FileScan:
         return scan_records(records)
 
 
-def scan_records(records: Records) -> FileScan:
-    """As `scan`, on an open file. If `records` collects errors, damaged tensors are left out and reported there.
+def scan_records(records: Records, name: str | None = None) -> FileScan:
+    """As `scan`, on an open file. If `records` collects errors, damaged tensors are left out and reported there. Tensors' names start
+    with `name`, which is what the object in the file is called elsewhere.
 
     Raises `ArchiveError`, `TruncatedError` where there is no pickle to read.
     """
@@ -152,7 +154,7 @@ def scan_records(records: Records) -> FileScan:
     if is_sealed:
         walk.globals.add(_SEALED)
         root = root.args[1]
-    walk.run(root)
+    walk.run(root, None if name is None else _Name(None, name))
     if is_sealed or seal.RECORD in records.records:  # a damaged pickle may still call for the check, and not be what has a seal
         _check_seal(records)
     return FileScan(records.path, records.bytes, walk.rows, sorted(walk.globals), root)
@@ -209,8 +211,8 @@ class _Walk:
         self._stored: dict[str | int, Stored] = {}  # by record name, or by the id of the unpack call
         self._made = []  # nodes that are not in the tree, kept so that no id is used again
 
-    def run(self, root):
-        seen, stack = set(), [(None, root)]
+    def run(self, root, name=None):
+        seen, stack = set(), [(name, root)]
         while stack:
             name, node = stack.pop()
             if type(node) is Global:
@@ -230,7 +232,7 @@ class _Walk:
         """Add the node's row if it is a tensor or storage; return what is to be walked further."""
         if type(node) is Persistent:
             stored, first = self._storage(node, name)
-            self._add(name, stored, first, (stored.raw_bytes // _itemsize(stored.dtype),), None, 0)
+            self._add(name, stored, first, (stored.raw_bytes // itemsize(stored.dtype),), None, 0)
             return [(name, node.id)]
         if type(node) is Dict:
             return _pairs(name, node.pairs)
@@ -246,7 +248,7 @@ class _Walk:
             return [*rest, *((name, arg) for arg in args[4:])]
         if func == _UNPACK:
             stored, first = self._storage(node, name)
-            self._add(name, stored, first, (stored.raw_bytes // _itemsize(stored.dtype),), None, 0)
+            self._add(name, stored, first, (stored.raw_bytes // itemsize(stored.dtype),), None, 0)
             return rest
         if func in _FROM_TYPE and len(args) >= 4:
             self._made.append(Call(args[0], args[2]))
@@ -262,15 +264,15 @@ class _Walk:
         if dtype_at is not None:
             dtype = args[dtype_at] if len(args) > dtype_at else None
             dtype = dtype.name if type(dtype) is Global and dtype.module == "torch" else repr(dtype)[:_NAME_CHARS]
-        shape, stride = _sizes(shape), _sizes(stride)
+        shape, stride = size_of(shape), size_of(stride)
         numbers = (offset, *shape, *stride) if type(shape) is type(stride) is tuple else (None,)
         if any(type(n) is not int or not 0 <= n < 1 << 63 for n in numbers) or len(shape) != len(stride):
             raise ArchiveError("The pickle describes a tensor whose offset, shape and stride are not lists of as many sizes. "
                                "The file is damaged; restore it from a copy.")
         last = offset + sum((n - 1) * step for n, step in zip(shape, stride)) if all(shape) else -1
         # Sub-byte quantized types pack elements; torch checks those itself.
-        if not dtype.startswith("quint") and (last + 1) * _itemsize(dtype) > stored.raw_bytes:
-            raise TruncatedError(f"The tensor reaches to byte {(last + 1) * _itemsize(dtype)} of a storage of "
+        if not dtype.startswith("quint") and (last + 1) * itemsize(dtype) > stored.raw_bytes:
+            raise TruncatedError(f"The tensor reaches to byte {(last + 1) * itemsize(dtype)} of a storage of "
                                  f"{stored.raw_bytes} bytes. The file is damaged; restore it from a copy.")
         self._add(name, stored, first, shape, stride, offset, dtype)
 
@@ -319,7 +321,7 @@ class _Walk:
         if record is None:
             raise ArchiveError(f"The pickle refers to record 'data/{key[:_NAME_CHARS]}', which the zip does not have "
                                "(intact). Restore the file from a copy.")
-        return record, location, dtype, numel * _itemsize(dtype)
+        return record, location, dtype, numel * itemsize(dtype)
 
     def _compressed(self, node, name) -> Stored:
         args = node.args if type(node.args) is tuple else ()
@@ -361,13 +363,13 @@ def _validate(meta) -> tuple[int, str]:
         raise UnsupportedVersionError(f"The storage is described in version {meta['version']}; this ds_nvcomp reads version "
                                       f"{META_VERSION}. Install a ds_nvcomp that is at least as new as the one that wrote it.")
     nbytes, dtype = meta.get("bytes"), meta.get("dtype")
-    if type(dtype) is not str or type(nbytes) is not int or nbytes <= 0 or nbytes % _itemsize(dtype):
+    if type(dtype) is not str or type(nbytes) is not int or nbytes <= 0 or nbytes % itemsize(dtype):
         raise HeaderError(f"The storage is described as {nbytes!r} bytes of {dtype!r}. The file is damaged; restore it from "
                           "a copy.")
     return nbytes, dtype
 
 
-def _itemsize(name: str) -> int:
+def itemsize(name: str) -> int:
     """Bytes an element. Looks no further than what torch has imported: its `__getattr__` imports modules by name."""
     dtype = vars(torch).get(name)
     if not isinstance(dtype, torch.dtype):
@@ -376,7 +378,7 @@ def _itemsize(name: str) -> int:
     return dtype.itemsize
 
 
-def _sizes(node):
+def size_of(node):
     """The tuple in a torch.Size(...), or the node itself."""
     return node.args[0] if type(node) is Call and type(node.args) is tuple and len(node.args) == 1 else node
 

@@ -54,13 +54,16 @@ def save(obj, f, config=None, *, pickle_protocol: int = 2, progress=None) -> Sav
     return _write(_Archive(obj, config, pickle_protocol, progress), lambda offset, buffers: _append(f, buffers), "archive")
 
 
-def buffers(objs: Sequence, config=None, *, pickle_protocol: int = 2, progress=None) -> list[list]:
+def buffers(objs: Sequence, config=None, *, names: Sequence[str] = (), pickle_protocol: int = 2, progress=None) -> list[list]:
     """For each of `objs` what `save` would write, as buffers on the host that follow one another. All are encoded in one pipeline.
 
-    The buffers may be memory of the objects. Raises `ConfigError`, `CodecUnavailableError`, `EncodeError`.
+    `names` are what errors call the objects, also when they are read again. The buffers may be memory of the objects. Raises `ConfigError`, `CodecUnavailableError`, `EncodeError`.
     """
     config = Config.of(config).concrete
     archives = [_Archive(obj, config, pickle_protocol) for obj in objs]
+    for name, archive in zip(names, archives):
+        for span in archive.spans:
+            span.name = f"{name}.{span.name}" if span.name else name
     sources = [archive.sources() for archive in archives]
     owners = [(number, i) for number, own in enumerate(sources) for i in range(len(own))]
     encoded: list[list] = [[] for _ in archives]

@@ -23,9 +23,12 @@ from ..archive.records import is_torch_zip
 from ..archive.scan import scan
 from ..config import Config
 from ..errors import ArchiveError, DirectoryError, DsNvcompError
-from . import STATES_SUFFIX, manifest
+from . import STATES_SUFFIX, distributed, manifest
 from .exchange import exchange
-from .verify import TORCH_SUFFIXES
+from .repack import Portion, Progress, Repacking, explaining, plan
+from .verify import TORCH_SUFFIXES, refuse_parts
+
+__all__ = ["pack", "unpack", "Report", "Progress"]
 
 
 @dataclass
@@ -38,25 +41,13 @@ class Report:
     bytes_after: int = 0
 
 
-class Progress:
-    """What a conversion tells while it works; override what is of interest."""
-
-    def total(self, stored_bytes: int) -> None:
-        """Bytes of the files that will be converted."""
-
-    def file(self, name: str) -> None:
-        """A file is begun."""
-
-    def advance(self, stored_bytes: int) -> None:
-        """So many bytes of it, or all the rest of it, are done."""
-
-
 def pack(src, dst=None, config=None, *, all_files: bool = False, check: bool = True,
          progress: Progress | None = None) -> Report:
     """Compress the torch files of `src` (a file or a directory) into `dst`, or in place.
 
     In a tree that has DeepSpeed's `*_states.pt` only those are compressed, as the engine does: the others are for other
-    readers. In another tree `*.pt`, `*.pth` and `*.bin` are; with `all_files` every torch zip is. A file given by itself
+    readers. In a directory of torch.distributed.checkpoint (Megatron's `torch_dist`, too) the items of `*.distcp` are. In
+    another tree `*.pt`, `*.pth` and `*.bin` are; with `all_files` every torch zip is. A file given by itself
     always is. What is compressed already is compressed anew with this `config`. Every other file is copied byte for byte, and
     so is one that would not shrink.
 
@@ -70,7 +61,10 @@ def pack(src, dst=None, config=None, *, all_files: bool = False, check: bool = T
         # Durable at the end, with all the others: the file is renamed within the staging directory only.
         archive.save(obj, target, replace(config, fsync=False), progress=note)
 
-    return _Conversion(src, dst, _wanted_to_pack(Path(src), all_files), write, config.fsync, check, progress,
+    def worth(scanned):
+        return scanned.compressed or any(stored.raw_bytes >= config.min_bytes for stored in scanned.storages)
+
+    return _Conversion(src, dst, _wanted_to_pack(Path(src), all_files), worth, write, config.fsync, check, progress,
                        must_shrink=True).run()
 
 
@@ -83,8 +77,8 @@ def unpack(src, dst=None, *, fsync: bool = True, check: bool = True, progress: P
         import torch
         torch.save(obj, target)
 
-    return _Conversion(src, dst, lambda path: is_torch_zip(path) and scan(path).compressed, write, fsync, check, progress,
-                       must_shrink=False).run()
+    return _Conversion(src, dst, lambda path: is_torch_zip(path) and scan(path).compressed, lambda scanned: scanned.compressed, write,
+                       fsync, check, progress, must_shrink=False).run()
 
 
 def _wanted_to_pack(src: Path, all_files: bool) -> Callable[[Path], bool]:
@@ -92,15 +86,20 @@ def _wanted_to_pack(src: Path, all_files: bool) -> Callable[[Path], bool]:
         return is_torch_zip
     states = any(name.endswith(STATES_SUFFIX) for _, _, names in os.walk(src) for name in names)
     suffixes = (STATES_SUFFIX,) if states else TORCH_SUFFIXES
-    return lambda path: path.name.endswith(suffixes) and is_torch_zip(path)
+    # What lies beside items, such as Megatron's common.pt, is what tells its readers what the directory is: it stays plain.
+    beside = {folder for folder, _, _ in os.walk(os.path.realpath(src)) if distributed.is_distributed(folder)}
+    return lambda path: path.name.endswith(suffixes) and str(path.parent) not in beside and is_torch_zip(path)
 
 
 class _Conversion:
-    def __init__(self, src, dst, wanted, write, fsync, check, progress, *, must_shrink):
+    """`wanted(path)` says which files are converted, `worth(scan)` which items of distributed checkpoints."""
+
+    def __init__(self, src, dst, wanted, worth, write, fsync, check, progress, *, must_shrink):
         # a link that is named is followed, one that is met is not
         self.src, self.in_place = Path(os.path.realpath(src)), dst is None
         self.dst = self.src if dst is None else Path(os.path.abspath(dst))
-        self.wanted, self.write, self.fsync, self.check, self.must_shrink = wanted, write, fsync, check, must_shrink
+        self.wanted, self.worth, self.write = wanted, worth, write
+        self.fsync, self.check, self.must_shrink = fsync, check, must_shrink
         self.progress = progress or Progress()
         self.report = Report(str(self.dst))
 
@@ -108,10 +107,12 @@ class _Conversion:
         self._check_paths()
         before = _snapshot(self.src)
         regular = [path for path, entry in before.items() if stat.S_ISREG(entry.mode)]
-        jobs = {path for path in regular if self.wanted(self.src / path)}
+        groups = self._distributed(before)
+        parts = {path for group in groups for path in self._parts(group)}
+        jobs = {path for path in regular if not path.endswith((distributed.SUFFIX, distributed.METADATA)) and self.wanted(self.src / path)}
         if not jobs and self.src.is_file() and self.must_shrink:
             raise ArchiveError("The file is not a torch zip; there is nothing to compress in it.", path=str(self.src))
-        self.progress.total(sum(before[path].bytes for path in jobs))
+        self.progress.total(sum(before[path].bytes for path in jobs | {path for path in parts if path.endswith(distributed.SUFFIX)}))
         staging = self.dst.with_name(f".{self.dst.name}.{secrets.token_hex(4)}.part")
         try:
             staging.mkdir()
@@ -120,7 +121,10 @@ class _Conversion:
             if self.src.is_dir():
                 new.mkdir()
             for path, entry in before.items():
-                self._stage(path, entry, new / path, path in jobs)
+                if path not in parts:
+                    self._stage(path, entry, new / path, path in jobs)
+            for group in groups:
+                self._repack(group, new)
             for path in regular:
                 if Path(path).name == manifest.NAME:
                     manifest.renew((new / path).parent, fsync=self.fsync)
@@ -143,6 +147,7 @@ class _Conversion:
         src, dst = str(self.src), str(self.dst)
         if not self.src.exists():
             raise DirectoryError("There is no such file or directory.", path=src)
+        refuse_parts(self.src)
         if not (self.src.is_file() or self.src.is_dir()):
             raise DirectoryError("Expected a file or a directory.", path=src)
         if self.in_place:
@@ -172,6 +177,43 @@ class _Conversion:
             raise DirectoryError("There is something that is no file, directory or link; a checkpoint has none. Move it away.",
                                  path=str(source))
 
+    def _distributed(self, before) -> list[Repacking]:
+        """What is to be done in directories of distributed checkpoints. Those that are not finished are copied as they are."""
+        groups = []
+        for path, entry in before.items():
+            folder = self.src / path
+            if not stat.S_ISDIR(entry.mode) or not distributed.is_distributed(folder):
+                continue
+            hidden = any(name.startswith(".") for name in Path(path).parts)
+            if path != "." and (hidden or not distributed.is_finished(folder)):
+                continue
+            listing = distributed.read_items(folder)
+            for file in (*distributed.by_file(listing), *listing.metadata):
+                there = before.get(self._relative(folder / file))
+                if (folder / file).exists() and (there is None or not stat.S_ISREG(there.mode)):
+                    raise DirectoryError("The file is a link, and what it leads to may have items at other places after a conversion. "
+                                         "Convert a checkpoint that has its own files.", path=str(folder / file))
+            wanted = plan(listing, self.worth)
+            if wanted:
+                groups.append(Repacking(listing, wanted, self.write, must_shrink=self.must_shrink, check=self.check,
+                                        progress=self.progress))
+        return groups
+
+    def _relative(self, path: Path) -> str:
+        return path.relative_to(self.src).as_posix()
+
+    def _parts(self, group: Repacking) -> list[str]:
+        return [self._relative(group.listing.directory / name) for name in (*group.wanted, *group.listing.metadata)]
+
+    def _repack(self, group: Repacking, new: Path) -> None:
+        folder = group.listing.directory
+        converted = {self._relative(folder / file) for file in group.run(new / folder.relative_to(self.src))}
+        for path in self._parts(group):
+            self.report.bytes_before += (self.src / path).stat().st_size
+            self.report.bytes_after += (new / path).stat().st_size
+            self.report.copied += path not in converted
+        self.report.converted += sorted(converted)
+
     def _retarget(self, link: Path) -> str:
         """What a link says in its new place: links within the tree stay within theirs, links out of it lead where they led."""
         text = os.readlink(link)
@@ -199,18 +241,11 @@ class _Conversion:
         from .compare import assert_same
         from .locations import Loaded
         self.progress.file(str(source.name if path == "." else path))
-        left = entry.bytes
-
-        def note(done):
-            nonlocal left
-            done = min(done, left)
-            left -= done
-            self.progress.advance(done)
-
-        try:
+        done = Portion(self.progress, entry.bytes)
+        with explaining(source):
             loaded = Loaded(source)
             with loaded as obj:
-                self.write(obj, target, note)
+                self.write(obj, target, done.note)
             if self.must_shrink and not scan(source).compressed and \
                     (target.stat().st_size >= entry.bytes or not scan(target).compressed):
                 target.unlink()
@@ -219,18 +254,7 @@ class _Conversion:
                 if self.check:
                     assert_same(loaded.object, Loaded(target).object, path=str(source))
                 self.report.converted.append(path)
-        except DsNvcompError as err:
-            raise err.at(path=str(source))
-        except ModuleNotFoundError as err:
-            raise ArchiveError(f"The file's pickle needs the module {err.name!r}, which is not installed here. Install it, "
-                               "or convert where training runs.", path=str(source)) from err
-        except OSError:
-            raise
-        except Exception as err:  # whatever a pickle's classes and torch raise
-            raise ArchiveError(f"The file could not be converted: {type(err).__name__}: {err}. `ds-nvcomp verify` tells "
-                               "whether it is damaged.",
-                               path=str(source)) from err
-        note(left)
+        done.finish()
 
     def _publish(self, new, before):
         """Give the destination's name to `new`, unless the source is not what was read."""

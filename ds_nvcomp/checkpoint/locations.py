@@ -5,6 +5,7 @@ one that does not. torch asks registered taggers for a storage's location first,
 """
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 
@@ -20,9 +21,9 @@ def _tag(storage):
 
 class Loaded:
     """The object in a torch file, on the CPU, its tensors mapped from the file where they are plain. `with loaded:` around a
-    save keeps the locations. The pickle is executed, as torch.load(weights_only=False) does."""
+    save keeps the locations. The pickle is executed, as torch.load(weights_only=False) does. From a file object nothing is mapped."""
 
-    def __init__(self, path):
+    def __init__(self, f):
         if not _registered.is_set():
             torch.serialization.register_package(1, _tag, lambda storage, location: None)
             _registered.set()
@@ -38,7 +39,8 @@ class Loaded:
 
         # torch.load wants a module; these are the names of one that it uses.
         module = type("pickle", (), {"Unpickler": Unpickler, "Pickler": pickle.Pickler, "load": pickle.load})
-        self.object = torch.load(path, map_location=on_cpu, pickle_module=module, weights_only=False, mmap=True)
+        self.object = torch.load(f, map_location=on_cpu, pickle_module=module, weights_only=False,
+                                 mmap=isinstance(f, (str, os.PathLike)))
 
     def _remember(self, storage, location):
         if location != "cpu":

@@ -1,14 +1,17 @@
 """Is what was written still there? Everything that can be told without decoding or executing anything, and all of it reported.
 
 Of a file: the zip directory and headers, the checksum of every record, the pickle, every compressed storage's header, chunk
-table and chunk checksums, and tensors that lie inside their storages. Of a DeepSpeed directory: `latest`, and files that the
+table and chunk checksums, and tensors that lie inside their storages. Of a distributed checkpoint (DCP, Megatron's `torch_dist`) the
+same of each item, and that items and files fit together. Of a DeepSpeed or Megatron directory: `latest` or its like, and files that the
 names of the others announce. Memory is bounded by one chunk or `SLICE`, whichever is larger. `decode=True` decodes too, where
 the codec can run.
 """
 from __future__ import annotations
 
+import json
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Callable, Iterable
@@ -19,7 +22,7 @@ from isal.isal_zlib import crc32
 from ..archive.records import SLICE, Record, Records
 from ..archive.scan import Encoding, FileScan, Items, Stored, scan_records
 from ..errors import ArchiveError, ChecksumError, CodecUnavailableError, DirectoryError, DsNvcompError
-from . import STATES_SUFFIX, manifest
+from . import STATES_SUFFIX, distributed, manifest
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 LEGACY_START = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19\x2e"  # torch.save before 1.6: no checksums to verify
@@ -49,7 +52,7 @@ class Problem:
 @dataclass
 class Tally:
     """What a verification has looked at. `not_decoded` are tensors whose codec cannot run here; `unchecked` files without
-    checksums.
+    checksums, `opaque` items of distributed checkpoints that are no torch zips: bytes, or what another package has transformed.
     """
     files: int = 0
     bytes: int = 0
@@ -58,6 +61,7 @@ class Tally:
     chunks: int = 0
     not_decoded: list[str] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
+    opaque: list[str] = field(default_factory=list)
 
 
 def verify(path, **options) -> list[Problem]:
@@ -66,7 +70,14 @@ def verify(path, **options) -> list[Problem]:
         return verify_tree(path, **options)
     if not os.path.exists(path):
         raise DirectoryError("There is no such file or directory.", path=os.fspath(path))
+    refuse_parts(path)
     return verify_file(path, **options)
+
+
+def refuse_parts(path) -> None:
+    """Raise `DirectoryError` for a file that means nothing without its directory."""
+    if os.path.isfile(path) and os.fspath(path).endswith((distributed.SUFFIX, distributed.METADATA)):
+        raise DirectoryError("The file is a part of a distributed checkpoint. Name the directory that it is in.", path=os.fspath(path))
 
 
 def verify_file(path, *, decode: bool = False, tally: Tally | None = None,
@@ -79,8 +90,8 @@ def verify_file(path, *, decode: bool = False, tally: Tally | None = None,
 
 def verify_tree(path, *, decode: bool = False, tally: Tally | None = None,
                 progress: Callable[[int], None] = lambda stored_bytes: None) -> list[Problem]:
-    """What is wrong with the torch files under a directory, and with the DeepSpeed checkpoints in it: a save_dir, a tag's, or
-    any tree.
+    """What is wrong with the torch files under a directory, and with the DeepSpeed, Megatron and distributed checkpoints in it: a save_dir,
+    a tag's or an iteration's, or any tree.
 
     Hidden names are skipped: they are saves that are not finished. Raises `DirectoryError` if no torch file is there at all.
     """
@@ -101,13 +112,21 @@ def verify_tree(path, *, decode: bool = False, tally: Tally | None = None,
             problems += wrong
             if scanned is not None:
                 scans[name] = scanned
+        if distributed.is_distributed(directory):
+            found = True
+            problems += _verify_distributed(directory, decode, tally, progress)
         problems += _missing(directory, names, scans)
+        problems += _missing_ranks(directory)
         problems += _unlike_manifest(directory)
         if "latest" in names:
             found = True
             problems += _check_latest(directory)
+        if TRACKER in names:
+            found = True
+            problems += _check_tracker(directory)
     if not found:
-        raise DirectoryError("No checkpoint is here: neither a torch file (*.pt, *.pth, *.bin) nor a `latest`.", path=str(root))
+        raise DirectoryError("No checkpoint is here: neither a torch file (*.pt, *.pth, *.bin), nor a distributed checkpoint (.metadata), "
+                             "nor a `latest`.", path=str(root))
     return problems
 
 
@@ -124,7 +143,7 @@ def sizes(path) -> int:
     if not os.path.isdir(path):
         return os.path.getsize(path) if os.path.exists(path) else 0
     return sum((directory / name).stat().st_size for directory, names in _walk(Path(path)) for name in names
-               if _kind(directory / name) == "zip")
+               if _kind(directory / name) == "zip" or name.endswith(distributed.SUFFIX))
 
 
 def _walk(root: Path) -> Iterable[tuple[Path, list[str]]]:
@@ -146,14 +165,20 @@ def _kind(file: Path) -> str | None:
 
 
 def _verify_file(path, decode, tally, progress) -> tuple[list[Problem], FileScan | None]:
+    tally.files += 1
+    with suppress(OSError):
+        tally.bytes += os.path.getsize(path)
+    return _verify_zip(path, decode, tally, progress)
+
+
+def _verify_zip(path, decode, tally, progress, item: distributed.Item | None = None) -> tuple[list[Problem], FileScan | None]:
+    """Of a torch zip: a file, or an item of one."""
     errors: list[DsNvcompError] = []
     scanned = None
-    tally.files += 1
     try:
-        with Records(path, errors) as records:
-            tally.bytes += records.bytes
+        with Records(path, errors, **({"start": item.start, "length": item.length} if item else {})) as records:
             try:
-                scanned = scan_records(records)
+                scanned = distributed.scan_item(records, item) if item else scan_records(records)
             except DsNvcompError as err:  # without its pickle a file still has records to check
                 errors.append(err)
             _check_records(records, scanned, tally, progress)
@@ -165,7 +190,7 @@ def _verify_file(path, decode, tally, progress) -> tuple[list[Problem], FileScan
         errors.append(err)
     except OSError as err:
         errors.append(ArchiveError(f"The file cannot be read: {err.strerror or err}.", path=os.fspath(path)))
-    return [Problem.of(err, path) for err in errors], scanned
+    return [Problem.of(err.at(tensor=item and item.name), path) for err in errors], scanned
 
 
 def _check_records(records: Records, scanned: FileScan | None, tally: Tally, progress) -> None:
@@ -233,6 +258,42 @@ def _decode_all(records: Records, scanned: FileScan, tally: Tally) -> None:
             records.problem(err.at(tensor=stored.name))
 
 
+def _verify_distributed(directory: Path, decode, tally, progress) -> list[Problem]:
+    """Of a DCP directory: every item, and that items and files fit together."""
+    try:
+        listing = distributed.read_items(directory)
+    except DsNvcompError as err:
+        return [Problem.of(err, directory)]
+    except OSError as err:
+        return [Problem(str(directory / distributed.METADATA), f"The file cannot be read: {err.strerror or err}.", kind="ArchiveError")]
+    problems, beyond = [], set()
+    for item, error in distributed.faults(listing):
+        problems.append(Problem.of(error, directory))
+        beyond.add(item)
+    problems += [Problem.of(error, directory) for error in distributed.leftovers(listing)]
+    for file, items in distributed.by_file(listing).items():
+        if not os.path.isfile(directory / file):
+            continue
+        tally.files += 1
+        tally.bytes += os.path.getsize(directory / file)
+        for item in items:
+            if item not in beyond:
+                problems += _verify_item(listing, item, decode, tally, progress)
+    return problems
+
+
+def _verify_item(listing: distributed.Listing, item: distributed.Item, decode, tally, progress) -> list[Problem]:
+    path = listing.path(item)
+    try:
+        if not distributed.is_zip(listing, item):
+            tally.opaque.append(f"{path}: {item.name}" + (f" ({', '.join(item.transforms)})" if item.transforms else ""))
+            progress(item.length)
+            return []
+    except OSError as err:
+        return [Problem(path, f"The file cannot be read: {err.strerror or err}.", item.name, kind="ArchiveError")]
+    return _verify_zip(path, decode, tally, progress, item)[0]
+
+
 def _check_latest(directory: Path) -> list[Problem]:
     latest = directory / "latest"
     try:
@@ -247,6 +308,61 @@ def _check_latest(directory: Path) -> list[Problem]:
                                      "finish, or the directory was removed; write the name of a complete tag directory into "
                                      "it.")]
     return []
+
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def _check_tracker(directory: Path) -> list[Problem]:
+    """Megatron's `latest`: the number of an iteration, or `release`."""
+    tracker = directory / TRACKER
+    mend = "Write the number of a complete iteration into it."
+    try:
+        with open(tracker, "rb") as file:
+            said = file.read(4096).decode().strip()
+    except (OSError, UnicodeDecodeError) as err:
+        return [Problem(str(tracker), f"{TRACKER} cannot be read: {err}. {mend}")]
+    if said != "release" and not re.fullmatch(r"[0-9]{1,18}", said):
+        return [Problem(str(tracker), f"{TRACKER} should have the number of an iteration, found {said[:50]!r}. {mend}")]
+    name = said if said == "release" else f"iter_{int(said):07d}"
+    if not (directory / name).is_dir():
+        return [Problem(str(tracker), f"{TRACKER} names {said}, and there is no directory {name!r} beside it. The save did not finish, or "
+                                      f"the directory was removed. {mend}")]
+    names = os.listdir(directory / name)
+    complete = any(map(_RANK.fullmatch, names)) or distributed.is_finished(directory / name)
+    if not complete and not _is_of_another_kind(directory / name):
+        return [Problem(str(tracker), f"{TRACKER} names {said}, and {name!r} is no complete checkpoint: it has neither a "
+                                      f"{distributed.METADATA} nor directories of ranks. The save did not finish. {mend}")]
+    return []
+
+
+def _is_of_another_kind(iteration: Path) -> bool:
+    """Whether Megatron says that it wrote the items in a format that is unknown here, such as zarr."""
+    with suppress(OSError, ValueError, AttributeError, RecursionError):
+        backend = json.loads((iteration / "metadata.json").read_text()[:4096]).get("sharded_backend")
+        return isinstance(backend, str) and backend not in ("torch_dist", "torch_dcp", "fsdp_dtensor")
+    return False
+
+
+_RANK = re.compile(r"mp_rank(?:_\d{2,9}){1,3}")
+
+
+def _missing_ranks(directory: Path) -> list[Problem]:
+    """Of Megatron's `torch` format: mp_rank_<tensor>[_<pipeline>][_<expert>]/model_optim_rng.pt. Each rank counts from 0 without gaps."""
+    ranks = sorted(name for name in os.listdir(directory) if _RANK.fullmatch(name) and (directory / name).is_dir())
+    problems = [Problem(str(directory / name / "model_optim_rng.pt"), "The file is missing: the directory of a rank has it. The rank did "
+                                                                      "not finish its save; resume from another checkpoint.")
+                for name in ranks if not (directory / name / "model_optim_rng.pt").exists()]
+    numbers = [[int(n) for n in name.split("_")[2:]] for name in ranks]
+    for column in range(max(map(len, numbers), default=0)):
+        there = {row[column] for row in numbers if len(row) > column}
+        missing = sorted(set(range(min(max(there), 1 << 16))) - there)
+        if missing:
+            some = ", ".join(map(str, missing[:8])) + (" ..." if missing[8:] else "")
+            problems.append(Problem(str(directory), f"There are directories of ranks up to {max(there)} (number {column + 1} in mp_rank_*) "
+                                                    f"and none of {some}. They did not finish their save, or were removed; resume from "
+                                                    "another checkpoint."))
+    return problems
 
 
 _SHARD = re.compile(r"(?P<kind>(?:bf16_|fp16_)?zero_pp_rank_)(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_(?P<what>optim|model)_states\.pt")
