@@ -8,6 +8,8 @@ from dataclasses import fields
 from ds_nvcomp.config import AUTO, CODECS, Config, key
 from ds_nvcomp.errors import DsNvcompError
 
+from . import apply, revert
+
 OFF = "off"
 NAME = "--nvcomp-checkpoint"
 _NOT_HERE = ("enabled", "codec", "async", "overlap", "in_flight", "timeout")  # said otherwise, or DeepSpeed's
@@ -36,13 +38,16 @@ def add(parser: argparse.ArgumentParser) -> None:
     group.add_argument(NAME, nargs="?", const=Config().codec, default=OFF, choices=[*CODECS, AUTO, OFF], action=_Kept, given=given,
                        help="Compress what is saved with this codec; without a value, deflate. auto measures this machine and the target. "
                             "Files decode themselves: a checkpoint is loaded as ever, compressed or not. Default: off.")
-    for spec in fields(Config):
-        if key(spec) in _NOT_HERE:
-            continue
+    for spec in options():
         kind = {"bool": _yes_or_no, "int": int, "float": float, "str": str}[spec.type]
         group.add_argument(f"{NAME}-{key(spec).replace('_', '-')}", type=kind, default=spec.default, action=_Kept, given=given, option=spec.name,
                            choices=spec.metadata["choices"], metavar=None if spec.metadata["choices"] else key(spec).upper(),
                            help=f"{spec.metadata['explain']} Default: {spec.default}.".replace("%", "%%"))
+
+
+def options() -> list:
+    """The fields of `Config` that are arguments, beside the codec."""
+    return [spec for spec in fields(Config) if key(spec) not in _NOT_HERE]
 
 
 class _Kept(argparse.Action):
@@ -63,7 +68,6 @@ class _Kept(argparse.Action):
     @staticmethod
     def enforce(given: dict) -> None:
         """Validate what is known so far; once the codec is, put it in force: there is no later moment that every version has."""
-        from .apply import apply, revert
         if given.get("codec") == OFF:
             revert()
         elif "codec" in given:

@@ -29,7 +29,7 @@ def preload(config: Config, forks: bool, write_buckets: list, non_blocking: bool
         return []
     chosen = _chooser(config).config(os.path.dirname(write_buckets[0][0]))
     items = [(write_item, data) for _, _, (bytes_data, tensor_data) in write_buckets for write_item, data in (*bytes_data, *tensor_data)]
-    encoded = encode_items([data for _, data in items], chosen)
+    encoded = encode_items([data for _, data in items], chosen, [write_item.index.fqn for write_item, _ in items])
     if forks or not multiprocessing.current_process().daemon:  # where it is written next, or by a fork; the worker does it behind training
         for item in encoded:
             if isinstance(item, Item):
