@@ -22,7 +22,7 @@ from typing import Callable
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem, SerializationFormat, _StoragePrefix
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import (
     LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem, WriteItemType,
 )
@@ -32,7 +32,8 @@ from torch.futures import Future
 
 from .archive import files
 from .archive.items import encode_items
-from .archive.part import load_part
+from .archive.part import check_records, load_part
+from .checkpoint import metadata_seal
 from .checkpoint.auto import Chooser
 from .config import Config
 from .errors import ArchiveError, ConfigError, DsNvcompError, SaveError
@@ -128,13 +129,27 @@ class NvcompReader(FileSystemReader):
     def __init__(self, path: str | os.PathLike, **kwargs):
         super().__init__(path, **kwargs)
         self.fs, self.path = _file_system(path, FileSystem)
+        self._announced: dict = {}
+
+    def read_metadata(self, *args, **kwargs) -> Metadata:
+        path = self._get_metadata_path(kwargs.get("rank"))
+        with self.fs.create_stream(path, "rb") as file:
+            metadata_seal.check(file.read(), os.fspath(path))
+        return super().read_metadata(*args, **kwargs)
+
+    def set_up_storage_reader(self, metadata: Metadata, *args, **kwargs) -> None:
+        super().set_up_storage_reader(metadata, *args, **kwargs)
+        self._announced = metadata.state_dict_metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future:
         others, by_file = [], defaultdict(list)
         for request in plan.items:
             info = self.storage_data[request.storage_index]
-            if request.type == LoadItemType.BYTE_IO or getattr(info, "transform_descriptors", None) or not isinstance(self.fs, FileSystem):
+            local = isinstance(self.fs, FileSystem) and not getattr(info, "transform_descriptors", None)
+            if request.type == LoadItemType.BYTE_IO or not local:
                 others.append(request)
+                if local:
+                    self._check(request)
             else:
                 by_file[info.relative_path].append(request)
         for name, requests in by_file.items():
@@ -148,11 +163,22 @@ class NvcompReader(FileSystemReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
         return _is_url(checkpoint_id) or super().validate_checkpoint_id(checkpoint_id)
 
+    def _check(self, request: ReadItem) -> None:
+        """That an object's bytes are those that were written: torch, which reads them, has no look at their checksums."""
+        info = self.storage_data[request.storage_index]
+        path = os.fspath(self.fs.concat_path(self.path, info.relative_path))
+        try:
+            check_records(path, info.offset, info.length)
+        except DsNvcompError as err:
+            raise err.at(path=path, tensor=request.storage_index.fqn)
+
     def _read(self, path: str, mapped: torch.UntypedStorage, request: ReadItem, planner: LoadPlanner) -> None:
         """One tensor, or as much of it as is wanted, to where the planner wants it."""
         info, target = self.storage_data[request.storage_index], planner.resolve_tensor(request).detach()
         try:
-            found = load_part(path, mapped, info.offset, info.length, target.device, request.storage_offsets, request.lengths)
+            found = load_part(path, mapped, info.offset, info.length, target.device, request.storage_offsets, request.lengths,
+                              self._sizes(request.storage_index))
+            self._check_kind(request.storage_index.fqn, found.dtype)
             if target.size() != found.size():
                 raise ArchiveError(f"The planner wants {tuple(target.size())}, the item has {tuple(found.size())}.")
         except DsNvcompError as err:
@@ -160,14 +186,29 @@ class NvcompReader(FileSystemReader):
         target.copy_(found)
         planner.commit_tensor(request, target)
 
+    def _sizes(self, index: MetadataIndex) -> tuple[int, ...] | None:
+        """The shape that the metadata give an item; None where they do not say."""
+        chunks = getattr(self._announced.get(index.fqn), "chunks", ())
+        chunk = chunks[index.index] if index.index is not None and index.index < len(chunks) else None
+        return tuple(chunk.sizes) if chunk is not None and chunk.offsets == index.offset else None
+
+    def _check_kind(self, fqn: str, dtype: torch.dtype) -> None:
+        """That an item is of the dtype announced, as far as a planner may not have cast it while saving: floating point or not."""
+        tensor = self._announced.get(fqn)
+        said = tensor.properties.dtype if isinstance(tensor, TensorStorageMetadata) else dtype
+        if said != dtype and not (said.is_floating_point and dtype.is_floating_point):
+            raise ArchiveError(f"The item is {dtype}, the metadata say {said}. Files of different saves are mixed here; restore the "
+                               "directory from a copy.")
+
 
 class _Local(FileSystem):
-    """Replaces `.metadata` in one step, durably; torch removes the old one first."""
+    """Replaces `.metadata` in one step, sealed and durably; torch removes the old one first. It renames nothing else."""
 
     def rm_file(self, path) -> None:
         """Nothing: `rename` replaces it."""
 
     def rename(self, path, new_path) -> None:
+        metadata_seal.seal_file(path)
         os.replace(path, new_path)
         files.sync_directory(Path(new_path).parent)
 

@@ -16,8 +16,9 @@ from .scan import Encoding, TensorRow, scan_records
 
 
 def load_part(path, mapped: torch.UntypedStorage, start: int, length: int, device, offsets: Sequence[int],
-              sizes: Sequence[int]) -> torch.Tensor:
-    """The part `offsets`, `sizes` of the tensor in the bytes [`start`, `start` + `length`) of the file, on `device`. `mapped` is that file.
+              sizes: Sequence[int], whole: tuple[int, ...] | None = None) -> torch.Tensor:
+    """The part `offsets`, `sizes` of the tensor in the bytes [`start`, `start` + `length`) of the file, on `device`. `mapped` is that file,
+    `whole` the shape that the tensor must have, where that is known.
 
     Raises `FormatError`s for damaged bytes, and `ArchiveError` where there is not one plain tensor in it.
     """
@@ -26,9 +27,12 @@ def load_part(path, mapped: torch.UntypedStorage, start: int, length: int, devic
         if len(rows) != 1 or rows[0].stride is None:
             raise ArchiveError(f"The item should be one tensor; it has {len(rows)}. The file is damaged; restore it from a copy.")
         row = rows[0]
+        if whole is not None and whole != row.shape:
+            raise ArchiveError(f"The item is a tensor of shape {tuple(row.shape)}, {whole} is announced. The file is not what the metadata "
+                               "describe; restore both from a copy.")
         if len(offsets) != len(row.shape) or any(o < 0 or s < 0 or o + s > n for o, s, n in zip(offsets, sizes, row.shape)):
-            raise ArchiveError(f"The part {tuple(sizes)} at {tuple(offsets)} is wanted of a tensor of shape {tuple(row.shape)}. The file is "
-                               "not what the metadata describe; restore both from a copy.")
+            raise ArchiveError(f"The part {tuple(sizes)} at {tuple(offsets)} is wanted of a tensor of shape {tuple(row.shape)}. The file "
+                               "is not what the metadata describe; restore both from a copy.")
         dtype = getattr(torch, row.dtype)
         record = records.records[row.storage.record]
         data = _bytes_of(mapped, start, record, row)
@@ -39,6 +43,23 @@ def load_part(path, mapped: torch.UntypedStorage, start: int, length: int, devic
         storage, begins = _checked(data, record).to(device).untyped_storage(), 0
     first = row.offset + sum(o * stride for o, stride in zip(offsets, row.stride)) - begins // dtype.itemsize
     return torch.empty(0, dtype=dtype, device=device).set_(storage, max(0, first), tuple(sizes), row.stride)
+
+
+def check_records(path, start: int, length: int) -> None:
+    """Hold what a zip in a file has against the zip's own checksums, which torch.load ignores. What is no zip has none.
+
+    Raises `FormatError`s.
+    """
+    with open(path, "rb") as file:
+        file.seek(max(0, start))
+        if file.read(4) != b"PK\3\4":
+            return
+    with Records(path, start=start, length=length) as records:
+        for record in records.records.values():
+            crc = 0
+            for part in records.slices(record):
+                crc = crc32(part, crc)
+            _compare(record, crc)
 
 
 def _bytes_of(mapped, start: int, record: Record, row: TensorRow) -> torch.Tensor:
@@ -73,7 +94,11 @@ def _decode(data: torch.Tensor, encoding: Encoding, wanted: tuple[int, int], dev
 
 def _checked(data: torch.Tensor, record: Record) -> torch.Tensor:
     data = data.clone()  # from here on it is what was verified, whatever becomes of the file
-    if crc32(data.numpy()) != record.crc:
-        raise ChecksumError(f"Record {record.name!r} has checksum {crc32(data.numpy()):#010x}, expected {record.crc:#010x}. The file is "
-                            "damaged; restore it from a copy, or resume from an earlier checkpoint.")
+    _compare(record, crc32(data.numpy()))
     return data
+
+
+def _compare(record: Record, crc: int) -> None:
+    if crc != record.crc:
+        raise ChecksumError(f"Record {record.name!r} has checksum {crc:#010x}, expected {record.crc:#010x}. The file is damaged; restore "
+                            "it from a copy, or resume from an earlier checkpoint.")

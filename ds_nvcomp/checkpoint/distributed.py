@@ -23,6 +23,7 @@ from ..archive.records import Records
 from ..archive.scan import MAX_PICKLE_BYTES, FileScan, Stored, TensorRow, itemsize, scan_records, size_of
 from ..archive.symbolic import Call, Dict, Global, Items, read as read_pickle
 from ..errors import ArchiveError, DirectoryError, DsNvcompError, TruncatedError
+from . import metadata_seal
 
 SUFFIX = ".distcp"
 METADATA = ".metadata"
@@ -281,7 +282,9 @@ def _read_metadata(directory: Path, name: str):
         size = _regular_size(path)
         if size is None or size > MAX_PICKLE_BYTES:
             raise ArchiveError(f"{name} has {size} bytes; expected a file of at most {MAX_PICKLE_BYTES}.")
-        root = read_pickle(path.read_bytes())
+        data = path.read_bytes()
+        metadata_seal.check(data, str(path))
+        root = read_pickle(data)
         state = root.state if type(root) is Call else None
         storage, announced = (Dict.get(state, key) if type(state) is Dict else None for key in ("storage_data", "state_dict_metadata"))
         if type(storage) is not Dict or type(announced) is not Dict:
