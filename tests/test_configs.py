@@ -20,7 +20,8 @@ SCRIPTS = sorted(CONFIGS.glob("megatron_*.sh"))
 TREES = [tree for tree in os.environ.get("MEGATRON_LM", "").split(os.pathsep) if tree]  # checkouts of Megatron-LM to parse with
 
 PARSE = """
-import sys
+import sys, typing
+typing.override = getattr(typing, "override", lambda function: function)  # Megatron 0.19 is for Python 3.12
 sys.path[:0] = [{tree!r}, {root!r}]
 import megatron_patch
 from megatron.training.arguments import parse_args
