@@ -14,7 +14,6 @@ from isal.isal_zlib import crc32
 from ..archive.records import SLICE, Records, is_torch_zip, opened_range
 from ..archive.scan import FileScan
 from ..errors import ArchiveError, ChecksumError, DirectoryError, DsNvcompError
-from . import metadata_seal
 from .distributed import Item, Listing, by_file, faults, is_zip, read_items, scan_item
 
 
@@ -172,9 +171,8 @@ class Repacking:
                 metadata = pickle.load(file)
             for index, info in metadata.storage_data.items():
                 info.offset, info.length = places[name, index.fqn, None if index.offset is None else tuple(index.offset)]
-            pickled = pickle.dumps(metadata)
             with open(target, "xb") as file:
-                file.write(pickled + metadata_seal.trailer(pickled))
+                pickle.dump(metadata, file)
 
     def _check_places(self, new: Path) -> None:
         """The new `.metadata` says of each item where it was put, and those places fit the files."""
