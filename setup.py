@@ -19,7 +19,7 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["ds_nvcomp", "ds_nvcomp.*", "megatron_patch"]),
     package_data={"ds_nvcomp.encoding": ["kernels.cu"]},
-    install_requires=["torch>=2.6", "numpy>=1.26", "isal>=1.7", "zlib-ng>=0.5", "zstandard>=0.22", "cramjam>=2.9", "typer>=0.12", "rich>=13"],
+    install_requires=["torch>=2.6", "numpy>=1.26", "isal>=1.8", "zlib-ng>=0.5", "zstandard>=0.22", "cramjam>=2.9", "typer>=0.12", "rich>=13"],
     extras_require={
         "cu12": ["nvidia-nvcomp-cu12>=6,<7", "cupy-cuda12x>=13"],
         "cu13": ["nvidia-nvcomp-cu13>=6,<7", "cupy-cuda13x>=13"],

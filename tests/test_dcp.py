@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from hypothesis import given, settings, strategies as st
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import ds_nvcomp.dcp
 from ds_nvcomp.archive.items import REPACKED, Item, encode_items
@@ -325,3 +327,50 @@ def test_an_item_is_what_save_writes():
     item, = encode_items([tensor], Config())
     ds_nvcomp.save(tensor, stream)
     assert item.getvalue() == stream.getvalue()
+
+
+# ---------------------------------------------------------------------------------------------------------------------- items, later
+def content(item):
+    return torch.load(io.BytesIO(item.getbuffer()), weights_only=True)
+
+
+def test_items_are_what_was_there_when_they_were_encoded():
+    large, small = torch.randn(9000), torch.arange(7.0)
+    before = large.clone(), small.clone()
+    items = encode_items([large, small], Config())
+    large.zero_()
+    small.zero_()
+    assert all(torch.equal(content(item), tensor) for item, tensor in zip(items, before))
+
+
+@pytest.mark.parametrize("codec", ["deflate", "none"])
+def test_items_keep_no_memory_of_tensors(codec):
+    """Megatron's precision-aware optimizer makes fp32 copies of its states for a save: they must not stay until all is written."""
+    tensor = torch.randn(9000)
+    storage = StorageWeakRef(tensor.untyped_storage())
+    item, = encode_items([tensor], Config(codec=codec))
+    del tensor
+    deadline = time.monotonic() + 10
+    while not storage.expired():  # a thread of the encoder may not have come round to forgetting it
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    content(item)
+
+
+def test_items_of_one_storage():
+    """One of them without elements: it has no span to refer to."""
+    flat = torch.randn(20_000)
+    tensors = [flat[:9000], flat[9000:], flat[5:5], flat.view(100, 200)[3:7, 11:50]]
+    items = encode_items(tensors, Config(), ["a", "b", "c", "d"])
+    assert all(torch.equal(content(item), tensor) for item, tensor in zip(items, tensors))
+
+
+def test_items_that_torch_pickles_by_other_means():
+    file = io.BytesIO()
+    state = {"sparse": torch.eye(300).to_sparse(), "storage": torch.randn(20_000).untyped_storage(), "dense": torch.randn(20_000)}
+    torch.save(state, file)
+    item, = encode_items([file], Config())
+    assert isinstance(item, Item)
+    found = torch.load(io.BytesIO(item.getbuffer()), weights_only=False)
+    assert torch.equal(found["sparse"].to_dense(), torch.eye(300)) and torch.equal(found["dense"], state["dense"])
+    assert bytes(found["storage"]) == bytes(state["storage"])

@@ -372,7 +372,7 @@ def test_preload_keeps_metadata_of_items(tmp_path):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_an_item_reaches_another_process(method):
-    item = Item([b"abc", memoryview(bytes(100_000)), b"xyz"])
+    item = Item(lambda: [b"abc", memoryview(bytes(100_000)), b"xyz"])
     with mp.get_context(method).Pool(1) as pool:
         assert pool.apply(operator.methodcaller("getvalue"), (item,)) == b"abc" + bytes(100_000) + b"xyz"
     assert item.nbytes == 100_006

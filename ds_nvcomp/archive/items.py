@@ -1,34 +1,47 @@
 """Items: objects saved each by itself, to become part of a larger file. All of a group are encoded in one pipeline."""
 from __future__ import annotations
 
+import gc
 import io
-from typing import Sequence
+from contextlib import contextmanager
+from typing import Callable, Collection, Sequence
 
 import numpy as np
 import torch
 
 from ..config import Config
 from ..log import logger
-from .writer import buffers
+from ..pipeline import Payload, encode
+from . import pickler
+from .writer import Archive, lay_out
 
+PROTOCOL = 2  # torch.save's
 REPACKED = 64 << 10  # bytes; smaller objects are left as torch.save has written them
 
 
 class Item(io.BytesIO):
     """The bytes of `save(obj)`, for writers that take them from an io.BytesIO by `getbuffer`, also in another process.
 
-    They stay in pieces, in the memory that they were encoded to, until they are asked for: pickling copies them once, to memory that the
-    processes share.
+    `build` returns them, as buffers that follow one another. It is called when they are first asked for. They stay in the memory that they
+    were encoded to until all are wanted in one piece; pickling copies them once, to memory that the processes share.
     """
 
-    def __init__(self, parts: Sequence):
+    def __init__(self, build: Callable[[], Sequence]):
         super().__init__()
-        self._parts = [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes]
+        self._build = build
+        self._parts: list[memoryview] | None = None
         self._whole: torch.Tensor | None = None
 
     @property
+    def parts(self) -> list[memoryview]:
+        if self._parts is None:
+            self._parts = [memoryview(part).cast("B") for part in self._build() if memoryview(part).nbytes]
+            self._build = None
+        return self._parts
+
+    @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in self._parts) if self._whole is None else self._whole.numel()
+        return sum(part.nbytes for part in self.parts) if self._whole is None else self._whole.numel()
 
     def gather(self, *, shared: bool = False) -> "Item":
         """Have the bytes in one piece of ordinary memory: what was pinned is not there after a fork."""
@@ -36,7 +49,7 @@ class Item(io.BytesIO):
             storage = torch.UntypedStorage._new_shared(self.nbytes) if shared else torch.UntypedStorage(self.nbytes)
             whole = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (self.nbytes,), (1,))
             at, target = 0, whole.numpy()
-            for part in self._parts:
+            for part in self.parts:
                 np.copyto(target[at:at + part.nbytes], np.frombuffer(part, np.uint8))  # without the GIL
                 at += part.nbytes
             self._whole, self._parts = whole, []
@@ -53,20 +66,22 @@ class Item(io.BytesIO):
 
 
 def _item_of(whole: torch.Tensor) -> Item:
-    item = Item([])
+    item = Item(list)
     item._whole = whole
     return item
 
 
 def encode_items(objs: Sequence, config: Config, names: Sequence[str] = ()) -> list[io.BytesIO]:
     """An `Item` for each of `objs`: a tensor, or an io.BytesIO that torch.save has written to, whose content is saved anew. An `Item`, and
-    what is small or no torch zip, stays as it is. `names` are what errors call them.
+    what is small or no torch zip, stays as it is. `names` are what errors call them, also when they are read again.
 
-    Raises `EncodeError`, `CodecUnavailableError`.
+    The objects may change when this returns, and nothing keeps their large storages. Raises `EncodeError`, `CodecUnavailableError`.
     """
     objs = [_content(obj) for obj in objs]
     worth = [i for i, obj in enumerate(objs) if not isinstance(obj, io.BytesIO)]
-    found = dict(zip(worth, map(Item, buffers([_bare(objs[i]) for i in worth], config, names=[names[i] for i in worth] if names else ()))))
+    with _no_collection():
+        archives = _encode([_bare(objs[i]) for i in worth], config.concrete, [names[i] for i in worth] if names else ())
+    found = {i: Item(archive.buffers) for i, archive in zip(worth, archives)}
     return [found.get(i, obj) for i, obj in enumerate(objs)]
 
 
@@ -93,3 +108,62 @@ def _content(obj):
         logger.warning(f"an item of {obj.getbuffer().nbytes} bytes stays uncompressed: it could not be read again "
                        f"({type(err).__name__}: {err}).")
         return obj
+
+
+@contextmanager
+def _no_collection():
+    """Many small objects are made, and kept: the garbage collector finds nothing in them, and took twice as long as making them."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _encode(objs: list, config: Config, names: Sequence[str]) -> "list[_Still]":
+    """All in one pipeline. What is left to do for each, on any thread, is not much, but there may be many."""
+    objs, tensors = pickler.freeze(list(objs))
+    archives = [_Still(obj, config) for obj in objs]
+    for name, archive in zip(names, archives):
+        for span in archive.spans:
+            span.name = f"{name}.{span.name}" if span.name else name
+    sources = [archive.sources() for archive in archives]
+    owners = [(archive, i) for archive, own in zip(archives, sources) for i in range(len(own))]
+    for at, payload in encode([source for own in sources for source in own], config, lambda raw_bytes: None):
+        archive, i = owners[at]
+        archive.payloads.append((i, payload))
+    gone = {key for archive in archives for key in archive.let_go_of_storages()}
+    for tensor in tensors:
+        tensor.let_go(gone)
+    return archives
+
+
+class _Still(Archive):
+    """An archive of a frozen object that is encoded at once, and laid out later without the storages."""
+
+    def __init__(self, frozen, config: Config):
+        super().__init__(frozen, config, PROTOCOL, alias=False)
+        self.payloads: list[tuple[int, Payload]] = []
+        self._buffers: list | None = None
+
+    def let_go_of_storages(self) -> Collection[int]:
+        """Keep what is still needed of those that have been encoded; returns their identities."""
+        if self._plan.others:  # torch writes those when it comes to them
+            self.buffers()
+            self.let_go()
+            return ()
+        for span in self.spans:
+            if span.nbytes < self.config.min_bytes:
+                span.hold("cpu")
+            span.let_go()
+        self._plan.storages.clear()
+        return self._plan.spans
+
+    def buffers(self) -> list:
+        """What `save` would write, as buffers on the host that follow one another."""
+        if self._buffers is None:
+            self._buffers = []
+            lay_out(self, lambda offset, given: self._buffers.extend(given), "archive", records=self.records(self.payloads))
+        return self._buffers

@@ -10,6 +10,8 @@ import io
 import pickle
 from bisect import bisect_right
 from dataclasses import dataclass
+from functools import partial
+from typing import Container
 
 import torch
 from torch.serialization import location_tag, normalize_storage_type
@@ -29,15 +31,20 @@ class Span:
     name: str
     start: int
     stop: int
+    location: str
     held: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:
         return self.stop - self.start
 
-    def hold(self) -> None:
-        """From now on `data` is what it is now, whatever happens to the storage."""
-        self.held = self.data.clone()
+    def hold(self, device=None) -> None:
+        """From now on `data` is what it is now, whatever happens to the storage; on another device, where one is given."""
+        self.held = self.data.to(device or self.data.device, copy=True)
+
+    def let_go(self) -> None:
+        """Forget the storage, and the data unless held."""
+        self.storage = None
 
     @property
     def data(self) -> torch.Tensor:
@@ -144,7 +151,7 @@ def collect(obj) -> Plan:
             if merged and first <= merged[-1].stop + GAP:
                 merged[-1].stop = max(merged[-1].stop, stop)
             else:
-                merged.append(Span(storage, dtype, names.get((key, first), ""), start, stop))
+                merged.append(Span(storage, dtype, names.get((key, first), ""), start, stop, location_tag(storage)))
     return Plan(collector.storages, spans, bool(collector.whole))
 
 
@@ -160,31 +167,73 @@ class Frozen:
             dtype = args[6] if len(args) > 6 and isinstance(args[6], torch.dtype) else self.storage.dtype
             self.tensor = torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device="meta")
 
+    @property
+    def key(self) -> int:
+        """The storage's identity."""
+        return getattr(self.storage, "_untyped_storage", self.storage)._cdata
 
-def freeze(obj):
+    def let_go(self, encoded: Container[int]) -> None:
+        """Keep of a storage in `encoded` its identity only."""
+        if self.tensor is None or not self.tensor.numel() or self.key not in encoded:  # without elements it is in no span
+            return
+        self.storage = Gone(self.key)
+        func, args, *rest = self.reduced
+        args = (self.storage, *args[1:]) if func in _rebuilds else (*args[:2], (self.storage, *args[2][1:]), *args[3:])
+        self.reduced = (func, args, *rest)
+
+
+class Gone:
+    """A storage that has been encoded and is not there any more."""
+
+    def __init__(self, key: int):
+        self._cdata = key
+
+
+def freeze(obj) -> tuple[object, list[Frozen]]:
     """A copy of `obj` in which tensors are `Frozen`, on the same storages, that no change to `obj` but to the bytes of those reaches: also
-    not that a tensor is given other bytes, as ZeRO-3 does to parameters. Raises what pickling raises."""
-    storages, file = [], io.BytesIO()
-
-    class Freezer(pickle.Pickler):
-        def persistent_id(self, value):
-            if not (torch.is_storage(value) or isinstance(value, torch.storage.TypedStorage)):
-                return None
-            storages.append(value)
-            return len(storages) - 1
-
-        def reducer_override(self, value):
-            if isinstance(value, torch.Tensor):
-                return Frozen, (type(value) is torch.Tensor, value.__reduce_ex__(2))
-            return NotImplemented
-
-    class Thawer(pickle.Unpickler):
-        def persistent_load(self, number):
-            return storages[number]
-
-    Freezer(file, protocol=pickle.HIGHEST_PROTOCOL).dump(obj)
+    not that a tensor is given other bytes, as ZeRO-3 does to parameters. And all that are in it. Raises what pickling raises."""
+    file = io.BytesIO()
+    freezer = _Freezer(file, protocol=pickle.HIGHEST_PROTOCOL)
+    freezer.dump(obj)
     file.seek(0)
-    return Thawer(file).load()
+    thawer = _Thawer(file, freezer.storages)
+    return thawer.load(), thawer.made
+
+
+class _Freezer(pickle.Pickler):
+    def __init__(self, file, protocol):
+        super().__init__(file, protocol=protocol)
+        self.storages = []
+
+    def reducer_override(self, value):
+        if isinstance(value, torch.Tensor):
+            return Frozen, (type(value) is torch.Tensor, value.__reduce_ex__(2))
+        if torch.is_storage(value) or isinstance(value, torch.storage.TypedStorage):
+            self.storages.append(value)
+            return _there, (len(self.storages) - 1,)
+        return NotImplemented
+
+
+class _Thawer(pickle.Unpickler):
+    """It must not refer to itself: the storages it knows would stay until the garbage collector came by."""
+
+    def __init__(self, file, storages):
+        super().__init__(file)
+        self.made = []
+        self._known = {"Frozen": partial(_frozen, self.made), "_there": storages.__getitem__}
+
+    def find_class(self, module, name):
+        return self._known[name] if module == __name__ and name in self._known else super().find_class(module, name)
+
+
+def _frozen(made: list, *args) -> Frozen:
+    made.append(Frozen(*args))
+    return made[-1]
+
+
+def _there(number: int):
+    """Stands for a storage in what a `_Freezer` writes."""
+    raise NotImplementedError
 
 
 @dataclass
@@ -273,7 +322,7 @@ def _names(obj) -> dict[tuple[int, int], str]:
             value = value.reduced[1][0]  # a Parameter's data
         if type(value) is Frozen:
             if value.tensor is not None:
-                place = getattr(value.storage, "_untyped_storage", value.storage)._cdata, value.offset * value.tensor.element_size()
+                place = value.key, value.offset * value.tensor.element_size()
                 names.setdefault(place, path)
         elif isinstance(value, torch.Tensor):
             try:

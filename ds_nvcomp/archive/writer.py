@@ -6,10 +6,9 @@ import stat
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Callable, Collection, Iterable, Iterator
 
 import torch
-from torch.serialization import location_tag
 
 from ..config import Config
 from ..encoding import transforms
@@ -51,29 +50,7 @@ def save(obj, f, config=None, *, pickle_protocol: int = 2, progress=None) -> Sav
             if path.exists():
                 part.chmod(stat.S_IMODE(path.stat().st_mode))
         return report
-    return _write(_Archive(obj, config, pickle_protocol, progress), lambda offset, buffers: _append(f, buffers), "archive")
-
-
-def buffers(objs: Sequence, config=None, *, names: Sequence[str] = (), pickle_protocol: int = 2, progress=None) -> list[list]:
-    """For each of `objs` what `save` would write, as buffers on the host that follow one another. All are encoded in one pipeline.
-
-    `names` are what errors call the objects, also when they are read again. The buffers may be memory of the objects. Raises `ConfigError`, `CodecUnavailableError`, `EncodeError`.
-    """
-    config = Config.of(config).concrete
-    archives = [_Archive(obj, config, pickle_protocol) for obj in objs]
-    for name, archive in zip(names, archives):
-        for span in archive.spans:
-            span.name = f"{name}.{span.name}" if span.name else name
-    sources = [archive.sources() for archive in archives]
-    owners = [(number, i) for number, own in enumerate(sources) for i in range(len(own))]
-    encoded: list[list] = [[] for _ in archives]
-    for at, payload in encode([source for own in sources for source in own], config, progress or (lambda raw_bytes: None)):
-        number, i = owners[at]
-        encoded[number].append((i, payload))
-    written: list[list] = [[] for _ in archives]
-    for archive, payloads, parts in zip(archives, encoded, written):
-        _write(archive, lambda offset, given: parts.extend(given), "archive", records=archive.records(payloads))
-    return written
+    return lay_out(Archive(obj, config, pickle_protocol, progress), lambda offset, buffers: _append(f, buffers), "archive")
 
 
 def _append(file, buffers) -> None:
@@ -92,14 +69,14 @@ def write(obj, path, config: Config, *, root: str, pickle_protocol: int = 2, pro
     """
     began = time.perf_counter()
     with files.Writer(path, fsync=config.fsync, threads=config.write_threads) as file:
-        report = _write(_Archive(obj, config, pickle_protocol, progress), file.write_at, root, file.expect_room)
+        report = lay_out(Archive(obj, config, pickle_protocol, progress), file.write_at, root, file.expect_room)
     return replace(report, seconds=time.perf_counter() - began)
 
 
 class Snapshot:
     """An archive in host memory, of which nothing aliases the object."""
 
-    def __init__(self, archive: "_Archive", root: str):
+    def __init__(self, archive: "Archive", root: str):
         self._records, self._archive, self._root = list(archive.records()), archive.let_go(), root
 
     def write(self, path) -> SaveReport:
@@ -107,12 +84,12 @@ class Snapshot:
         config = self._archive.config
         with files.Writer(path, fsync=config.fsync, threads=config.write_threads) as file:
             file.expect_room(sum(payload.nbytes for _, payload in self._records if isinstance(payload, Payload)))
-            return _write(self._archive, file.write_at, self._root, records=self._records)
+            return lay_out(self._archive, file.write_at, self._root, records=self._records)
 
 
 def snapshot(obj, config: Config, *, root: str, pickle_protocol: int = 2) -> Snapshot:
     """Encode `obj` to host memory. Raises `EncodeError`, `CodecUnavailableError`."""
-    return Snapshot(_Archive(obj, config, pickle_protocol, alias=False), root)
+    return Snapshot(Archive(obj, config, pickle_protocol, alias=False), root)
 
 
 HELD = 1 << 20  # bytes; smaller storages are copied at once
@@ -126,9 +103,9 @@ def snapshot_later(obj, config: Config, *, root: str, moving: Collection[int] = 
     """
     plan = pickler.collect(obj)
     if plan.others:  # torch writes those when it comes to them
-        taken = Snapshot(_Archive(obj, config, pickle_protocol, alias=False, plan=plan), root)
+        taken = Snapshot(Archive(obj, config, pickle_protocol, alias=False, plan=plan), root)
         return lambda: taken
-    archive = _Archive(pickler.freeze(obj), config, pickle_protocol, alias=False)  # tensors made anew whenever they are asked for are others
+    archive = Archive(pickler.freeze(obj)[0], config, pickle_protocol, alias=False)  # tensors made anew whenever they are asked for are others
     for span in archive.spans:
         if span.nbytes < HELD or span.storage.data_ptr() in moving:
             span.hold()
@@ -144,7 +121,7 @@ def snapshot_later(obj, config: Config, *, root: str, moving: Collection[int] = 
     return take
 
 
-class _Archive:
+class Archive:
     """What becomes of an object: `records` are what goes into the zip. With `alias`, buffers in them may be memory of the object."""
 
     def __init__(self, obj, config: Config, protocol: int, progress=None, alias=True, plan=None):
@@ -156,7 +133,7 @@ class _Archive:
         self._worth = [span for span in self.spans if span.nbytes >= self.config.min_bytes]
         self.raw_bytes, self.encode_seconds = sum(span.nbytes for span in self.spans), 0.0
 
-    def let_go(self) -> "_Archive":
+    def let_go(self) -> "Archive":
         """Forget the object; what is left is for the report."""
         self._obj = self._plan = self.spans = self._worth = self._progress = None
         return self
@@ -169,7 +146,7 @@ class _Archive:
         """(name, content) in the order of the file. Payloads come as they are encoded, here or, with `encoded`, where that comes from."""
         spans, worth = self.spans, self._worth
         encoded = encode(self.sources(), self.config, self._progress) if encoded is None else encoded
-        entries = {id(span): pickler.Entry(str(key), span.dtype, span.nbytes, location_tag(span.storage), span.start, span.stop)
+        entries = {id(span): pickler.Entry(str(key), span.dtype, span.nbytes, span.location, span.start, span.stop)
                    for key, span in enumerate(spans)}
         # No `.format_version`: it promises torch.save's own order and sizes of records, from which torch may compute their offsets.
         yield "byteorder", b"little"
@@ -200,7 +177,7 @@ class _Archive:
         yield "version", b"3\n"
 
 
-def _write(archive: _Archive, write_at, root: str, room=lambda nbytes: None, records=None) -> SaveReport:
+def lay_out(archive: Archive, write_at, root: str, room=lambda nbytes: None, records=None) -> SaveReport:
     """Lay the records out as a zip. `room(nbytes)` may refuse to go on when it is known how much will be written next."""
     zipped, guarded = Container(write_at, root), set()
     for name, content in archive.records() if records is None else records:

@@ -5,12 +5,14 @@ initial and final complements (zlib's crc32_combine; Adler, 2002). Polynomials a
 """
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, reduce
 
 import numpy as np
+from isal.isal_zlib import crc32_combine
 
 POLYNOMIAL = 0xEDB88320
 ONE = 1 << 31
+FEW = 2000  # pieces; one takes zlib 0.25 us, and below takes 1.3 ms however few they are
 
 
 def multiply(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -48,5 +50,7 @@ def _powers() -> list[np.ndarray]:
 
 def join(crcs: np.ndarray, lengths: np.ndarray) -> int:
     """CRC-32 of the pieces one after the other: `crcs` uint32 [k], `lengths` int64 [k] bytes."""
+    if len(crcs) <= FEW:
+        return reduce(lambda whole, piece: crc32_combine(whole, *piece), zip(crcs.tolist(), lengths.tolist()), 0)
     behind = lengths[::-1].cumsum()[::-1] - lengths
     return int(np.bitwise_xor.reduce(multiply(crcs, shift(behind)), initial=0))
