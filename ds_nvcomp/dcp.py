@@ -36,7 +36,7 @@ from .archive.part import check_records, load_part
 from .checkpoint import metadata_seal
 from .checkpoint.auto import Chooser
 from .config import Config
-from .errors import ArchiveError, ConfigError, DsNvcompError, SaveError
+from .errors import ArchiveError, ConfigError, DsNvcompError, EncodeError, SaveError
 
 __all__ = ["NvcompWriter", "NvcompReader"]
 
@@ -78,9 +78,18 @@ class NvcompWriter(FileSystemWriter):
             leaves.append(_Leaf(tensor))
             return leaves[-1]
         rest = super().stage(_replace(state_dict, _is_encoded_here, mark))
-        for leaf, item in zip(leaves, encode_items([_local(leaf.tensor) for leaf in leaves], self._chosen())):
+        for leaf, item in zip(leaves, self._encode_here([_local(leaf.tensor) for leaf in leaves])):
             leaf.tensor = _Staged(_create_write_items("", leaf.tensor), leaf.tensor.shape, leaf.tensor.dtype, item)
         return _replace(rest, lambda value: isinstance(value, _Leaf), lambda leaf: leaf.tensor)
+
+    def _encode_here(self, tensors: list[torch.Tensor]) -> list:
+        """Items, or in the place of each the error that there was: raised here, where no other rank hears of it, it would leave those
+        waiting for this one."""
+        try:
+            return encode_items(tensors, self._chosen()) if tensors else []
+        except Exception as err:
+            error = err if isinstance(err, DsNvcompError) else EncodeError(f"{type(err).__name__}: {err}", rank=self.rank)
+            return [error] * len(tensors)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         plan = super().prepare_local_plan(plan)
@@ -233,7 +242,7 @@ class _Staged(torch.Tensor):
         return _Staged, (self.write_items, self.shape, self.dtype, self.item)
 
     def __repr__(self, **kwargs):
-        return f"_Staged({tuple(self.shape)}, {self.dtype}, {self.item.nbytes} bytes)"
+        return f"_Staged({tuple(self.shape)}, {self.dtype}, {getattr(self.item, 'nbytes', self.item)})"
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
@@ -341,4 +350,7 @@ class _Encoded:
 
     def _encoded(self, group):
         data = [self._planner.resolve_data(item) for item in group]
+        for error in data:
+            if isinstance(error, DsNvcompError):
+                raise error
         return dict(zip((item.index for item in group), encode_items(data, self._config)))

@@ -25,10 +25,10 @@ WORKER = Path(worker.__file__)
 class Server:
     """The warm process. `run(job)` may be called from several threads at a time."""
 
-    def __init__(self):
+    def __init__(self, program: Path = WORKER):
         root = str(WORKER.parents[2])
         self._process = subprocess.Popen(
-            [sys.executable, str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/",
+            [sys.executable, str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/",
             env={**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])})
         assert json.loads(self._process.stdout.readline()) == {"ready": True}
         self._replies: dict[int, Future] = {}
