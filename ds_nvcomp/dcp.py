@@ -310,7 +310,7 @@ class _Encoded:
         self._planner, self._config = planner, config
         self._groups, self._group_of, filled = [], {}, GROUP
         for item in items:
-            if filled + _raw_bytes(item) > GROUP:
+            if not self._groups or filled + _raw_bytes(item) > GROUP:
                 self._groups.append([])
                 filled = 0
             filled += _raw_bytes(item)

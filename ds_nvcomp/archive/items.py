@@ -11,9 +11,9 @@ import torch
 
 from ..config import Config
 from ..log import logger
-from ..pipeline import Payload, encode
+from ..pipeline import Payload, Source, encode
 from . import pickler
-from .writer import Archive, lay_out
+from .writer import Archive, lay_out, source
 
 PROTOCOL = 2  # torch.save's
 REPACKED = 64 << 10  # bytes; smaller objects are left as torch.save has written them
@@ -122,13 +122,14 @@ def _no_collection():
             gc.enable()
 
 
-def _encode(objs: list, config: Config, names: Sequence[str]) -> "list[_Still]":
+def _encode(objs: list, config: Config, names: Sequence[str]) -> "list[_Alone | _Still]":
     """All in one pipeline. What is left to do for each, on any thread, is not much, but there may be many."""
-    objs, tensors = pickler.freeze(list(objs))
-    archives = [_Still(obj, config) for obj in objs]
-    for name, archive in zip(names, archives):
-        for span in archive.spans:
-            span.name = f"{name}.{span.name}" if span.name else name
+    names = names or [""] * len(objs)
+    archives = [_Alone(obj, config, name) if pickler.is_simple(obj, config.min_bytes) else None for obj, name in zip(objs, names)]
+    others = [i for i, archive in enumerate(archives) if archive is None]
+    frozen, tensors = pickler.freeze([objs[i] for i in others])
+    for i, obj in zip(others, frozen):
+        archives[i] = _Still(obj, config, names[i])
     sources = [archive.sources() for archive in archives]
     owners = [(archive, i) for archive, own in zip(archives, sources) for i in range(len(own))]
     for at, payload in encode([source for own in sources for source in own], config, lambda raw_bytes: None):
@@ -140,11 +141,36 @@ def _encode(objs: list, config: Config, names: Sequence[str]) -> "list[_Still]":
     return archives
 
 
+class _Alone:
+    """A simple tensor by itself: what pickling it would tell is known without. Training waits for ten microseconds of this, not for sixty;
+    a model has thousands of tensors."""
+
+    def __init__(self, tensor: torch.Tensor, config: Config, name: str):
+        self._span, self._shape = pickler.span_of(tensor, name), (tensor.storage_offset(), tensor.shape, tensor.stride())
+        self._config = config
+        self.payloads: list[tuple[int, Payload]] = []
+
+    def sources(self) -> list[Source]:
+        return [source(self._span)]
+
+    def let_go_of_storages(self) -> Collection[int]:
+        self._span.let_go()
+        return ()
+
+    def buffers(self) -> list:
+        """What `save` would write, as buffers on the host that follow one another."""
+        frozen = pickler.Frozen.alone(self._span.dtype, *self._shape)
+        plan = pickler.Plan({}, {frozen.key: [self._span]}, False)
+        return _laid_out(Archive(frozen, self._config, PROTOCOL, alias=False, plan=plan), self.payloads)
+
+
 class _Still(Archive):
     """An archive of a frozen object that is encoded at once, and laid out later without the storages."""
 
-    def __init__(self, frozen, config: Config):
+    def __init__(self, frozen, config: Config, name: str):
         super().__init__(frozen, config, PROTOCOL, alias=False)
+        for span in self.spans if name else ():
+            span.name = f"{name}.{span.name}" if span.name else name
         self.payloads: list[tuple[int, Payload]] = []
         self._buffers: list | None = None
 
@@ -164,6 +190,11 @@ class _Still(Archive):
     def buffers(self) -> list:
         """What `save` would write, as buffers on the host that follow one another."""
         if self._buffers is None:
-            self._buffers = []
-            lay_out(self, lambda offset, given: self._buffers.extend(given), "archive", records=self.records(self.payloads))
+            self._buffers = _laid_out(self, self.payloads)
         return self._buffers
+
+
+def _laid_out(archive: Archive, payloads: list[tuple[int, Payload]]) -> list:
+    buffers: list = []
+    lay_out(archive, lambda offset, given: buffers.extend(given), "archive", records=archive.records(payloads))
+    return buffers

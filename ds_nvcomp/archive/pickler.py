@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 from bisect import bisect_right
+from collections import OrderedDict
 from dataclasses import dataclass
 from functools import partial
 from typing import Container
@@ -155,6 +156,20 @@ def collect(obj) -> Plan:
     return Plan(collector.storages, spans, bool(collector.whole))
 
 
+def is_simple(obj, least: int = 0) -> bool:
+    """Whether `obj` is a tensor of at least so many bytes, not 0, about which pickling it would tell nothing that `span_of` does not."""
+    return type(obj) is torch.Tensor and obj.layout is torch.strided and obj.device.type in ("cpu", "cuda") and \
+        obj.nbytes >= max(1, least) and obj.dtype in torch.storage._dtype_to_storage_type_map() and \
+        not (obj.requires_grad or obj.is_quantized or obj.is_conj() or obj.is_neg() or any(getattr(obj, "names", ())) or obj.__dict__)
+
+
+def span_of(tensor: torch.Tensor, name: str) -> Span:
+    """The one that `collect` would find for a simple tensor."""
+    storage = tensor.untyped_storage()
+    first, stop = byte_range(tensor, tensor.storage_offset())
+    return Span(storage, tensor.dtype, name, first - first % ALIGN, stop, location_tag(storage))
+
+
 class Frozen:
     """What a tensor was pickled as at some moment. `tensor` has its dtype, shape and stride, and no bytes; it is None where torch pickles a
     tensor by means of others."""
@@ -167,6 +182,11 @@ class Frozen:
             dtype = args[6] if len(args) > 6 and isinstance(args[6], torch.dtype) else self.storage.dtype
             self.tensor = torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device="meta")
 
+    @classmethod
+    def alone(cls, dtype: torch.dtype, offset: int, size: torch.Size, stride: tuple[int, ...]) -> "Frozen":
+        """What torch pickles a simple tensor as, `offset` elements into a storage that is gone."""
+        return cls(True, (torch._utils._rebuild_tensor_v2, (Gone(0, dtype), offset, tuple(size), stride, False, OrderedDict())))
+
     @property
     def key(self) -> int:
         """The storage's identity."""
@@ -176,7 +196,7 @@ class Frozen:
         """Keep of a storage in `encoded` its identity only."""
         if self.tensor is None or not self.tensor.numel() or self.key not in encoded:  # without elements it is in no span
             return
-        self.storage = Gone(self.key)
+        self.storage = Gone(self.key, self.tensor.dtype)
         func, args, *rest = self.reduced
         args = (self.storage, *args[1:]) if func in _rebuilds else (*args[:2], (self.storage, *args[2][1:]), *args[3:])
         self.reduced = (func, args, *rest)
@@ -185,8 +205,8 @@ class Frozen:
 class Gone:
     """A storage that has been encoded and is not there any more."""
 
-    def __init__(self, key: int):
-        self._cdata = key
+    def __init__(self, key: int, dtype: torch.dtype):
+        self._cdata, self.dtype = key, dtype
 
 
 def freeze(obj) -> tuple[object, list[Frozen]]:

@@ -121,6 +121,10 @@ def snapshot_later(obj, config: Config, *, root: str, moving: Collection[int] = 
     return take
 
 
+def source(span: pickler.Span) -> Source:
+    return Source(span.data, transforms.for_dtype(dtype_name(span.dtype)), span.name)
+
+
 class Archive:
     """What becomes of an object: `records` are what goes into the zip. With `alias`, buffers in them may be memory of the object."""
 
@@ -140,7 +144,7 @@ class Archive:
 
     def sources(self) -> list[Source]:
         """What is to be encoded."""
-        return [Source(span.data, transforms.for_dtype(dtype_name(span.dtype)), span.name) for span in self._worth]
+        return [source(span) for span in self._worth]
 
     def records(self, encoded: Iterable[tuple[int, Payload]] | None = None) -> Iterator[tuple[str, "Payload | bytes"]]:
         """(name, content) in the order of the file. Payloads come as they are encoded, here or, with `encoded`, where that comes from."""
