@@ -132,7 +132,7 @@ def run_rank(job: dict, rank: int) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(out / "store"), world), rank=rank, world_size=world,
-                            timeout=timedelta(seconds=20))
+                            timeout=timedelta(seconds=60))
     steps = Steps(job["kill"]["step"] if job.get("kill", {}).get("rank") == rank else None)
     if "kill" in job or job.get("trace"):
         steps.install()

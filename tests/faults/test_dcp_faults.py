@@ -26,7 +26,7 @@ from faults.rounds import Server, same_bits  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 WORLD = 2
-SECONDS = 40  # until a survivor has heard of a death
+SECONDS = 60  # until a survivor has heard of a death
 MODES = ["sync", "async"]
 STAGED = "staged"  # async, encoded before async_save returns, as tensors on a GPU are
 
