@@ -1,5 +1,5 @@
-"""A rank is killed (SIGKILL) at each named step of a save by NvcompWriter, or its storage fails: the directory loads whole as the old or the
-new checkpoint, by both readers, or has no `.metadata`; the next save works, and leaves nothing of the others.
+"""A rank is killed (SIGKILL) at each named step of a save by NvcompWriter, or its storage fails: the directory loads whole as the old or
+the new checkpoint, by both readers, or has no `.metadata`; the next save works, and leaves nothing of the others.
 
     python -m pytest tests/faults -m "slow or not slow"      all of it
 
@@ -44,7 +44,8 @@ def version_in(directory: Path) -> int | None:
         return None
     versions = set()
     for reader in (FileSystemReader, NvcompReader):
-        found = {name: torch.zeros_like(value) if isinstance(value, torch.Tensor) else None for name, value in dcp_worker.numbers(0).items()}
+        found = {name: torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
+                 for name, value in dcp_worker.numbers(0).items()}
         dcp.load(found, storage_reader=reader(directory), no_dist=True)
         assert same_bits(found, dcp_worker.numbers(found["step"])), f"not what was saved as version {found['step']}"
         versions.add(found["step"])
@@ -73,8 +74,8 @@ def dry_run(server, where: Path, mode: str, versions):
     done.expect(len(versions) - 1, error=None)
     assert version_in(where / "dry" / "saved") == versions[-1]
     kinds = {name.split(" ")[0].split(":")[0] for name in done.traces[0]}
-    expected = {"prepare_local_plan", "prepare_global_plan", "reduce_scatter", "encode_items", "write_data", "write_item", "fsync", "finish",
-                "seal_file", "replace", "sync_directory", "all_reduce"} | ({"unlink"} if len(versions) > 1 else set())
+    expected = {"prepare_local_plan", "prepare_global_plan", "reduce_scatter", "encode_items", "write_data", "write_item", "fsync",
+                "finish", "seal_file", "replace", "sync_directory", "all_reduce"} | ({"unlink"} if len(versions) > 1 else set())
     assert kinds >= expected, f"no longer a step of a save: {expected - kinds}"
     return done
 
