@@ -2,7 +2,10 @@
 import errno
 import os
 import random
+import re
+import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -348,3 +351,115 @@ def test_replacing_that_fails(tmp_path, monkeypatch, where):
             raise KeyboardInterrupt
         monkeypatch.setattr(os, "replace", lambda *paths: _raise(KeyboardInterrupt))
     assert (tmp_path / "x").read_text() == "old" and os.listdir(tmp_path) == ["x"]
+
+
+KILLED = """
+import os, signal, sys
+from ds_nvcomp.archive import files
+with files.replacing(sys.argv[1], fsync=False) as part:
+    part.write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def left(tmp_path):
+    """What a process that was killed left beside `x`."""
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "x")], timeout=120)
+    assert killed.returncode == -signal.SIGKILL
+    names = os.listdir(tmp_path)
+    assert len(names) == 1 and re.fullmatch(r"\.ds_nvcomp-x-[0-9a-f]{8}\.part", names[0])
+    return tmp_path / names[0]
+
+
+def _put(path, text="new"):
+    with files.replacing(path, fsync=False) as part:
+        part.write_text(text)
+
+
+def test_the_next_save_removes_what_a_killed_one_left(tmp_path, left):
+    _put(tmp_path / "x")
+    assert os.listdir(tmp_path) == ["x"] and (tmp_path / "x").read_text() == "new"
+
+
+def test_parts_of_others_stay(tmp_path):
+    """Other targets, what a shorter name would match, and whatever else has nearly such a name."""
+    others = [".ds_nvcomp-y-01234567.part", ".ds_nvcomp-x-y-01234567.part", ".ds_nvcomp-x-0123456.part", ".ds_nvcomp-x-0123456g.part",
+              ".ds_nvcomp-x-01234567.part.pt", ".ds_nvcomp-01234567.part", ".ds_nvcomp-X-01234567.part"]
+    for name in others:
+        (tmp_path / name).write_text("theirs")
+    outside = tmp_path / "outside"
+    outside.write_text("theirs")
+    (tmp_path / ".ds_nvcomp-x-00000000.part").symlink_to(outside)
+    (tmp_path / ".ds_nvcomp-x-00000001.part").mkdir()
+    _put(tmp_path / "x")
+    assert {"x", "outside", *others} <= set(os.listdir(tmp_path)) and outside.read_text() == "theirs"
+
+
+def test_a_part_that_is_being_written_stays(tmp_path):
+    """Two saves to one path at once: both work, and the one that ends later is the one that is there."""
+    with files.replacing(tmp_path / "x", fsync=False) as first:
+        first.write_text("first")
+        with files.replacing(tmp_path / "x", fsync=False) as second:
+            assert first.exists() and first != second
+            second.write_text("second")
+        assert (tmp_path / "x").read_text() == "second" and first.read_text() == "first"
+    assert (tmp_path / "x").read_text() == "first" and os.listdir(tmp_path) == ["x"]
+
+
+def test_many_saves_to_one_path_at_once(tmp_path):
+    """Also where one looks for abandoned parts between another's making of a file and locking it."""
+    failures = []
+
+    def saves(who):
+        try:
+            for i in range(200):
+                _put(tmp_path / "x", f"{who} {i}")
+        except BaseException as err:
+            failures.append(err)
+
+    threads = [threading.Thread(target=saves, args=(who,)) for who in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures and os.listdir(tmp_path) == ["x"] and (tmp_path / "x").read_text().endswith(" 199")
+
+
+def test_a_part_that_was_taken_for_abandoned_is_made_anew(tmp_path, monkeypatch):
+    made, lock = [], files._lock
+
+    def late(fd):
+        made.append(os.readlink(f"/proc/self/fd/{fd}"))
+        if len(made) == 1:
+            os.unlink(made[0])
+        return lock(fd)
+
+    monkeypatch.setattr(files, "_lock", late)
+    _put(tmp_path / "x")
+    assert len(set(made)) == 2 and (tmp_path / "x").read_text() == "new" and os.listdir(tmp_path) == ["x"]
+
+
+@pytest.mark.parametrize("error", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL])
+def test_without_locks_parts_of_others_stay(tmp_path, left, monkeypatch, error):
+    monkeypatch.setattr(files.fcntl, "flock", lambda *args: _raise(OSError(error, os.strerror(error))))
+    _put(tmp_path / "x")
+    assert sorted(os.listdir(tmp_path)) == sorted([left.name, "x"]) and (tmp_path / "x").read_text() == "new"
+
+
+def test_a_directory_that_cannot_be_listed(tmp_path, left, monkeypatch):
+    monkeypatch.setattr(os, "listdir", lambda path: _raise(PermissionError(errno.EACCES, "no")))
+    _put(tmp_path / "x")
+    assert (tmp_path / "x").read_text() == "new" and left.exists()
+
+
+@pytest.mark.parametrize("name", ["x" * 255, "\u00fc" * 127, "a[b]*.pt", "\udcff.pt", "x\ny"])
+def test_names_of_all_kinds(tmp_path, name):
+    """Where a part's name would be longer than a file system takes, it has a hash of the target's."""
+    with pytest.raises(KeyboardInterrupt), files.replacing(tmp_path / name, fsync=False) as part:
+        part.write_text("half")
+        os.link(part, kept := part.with_name(f"{part.name[:-13]}01234567.part"))  # as a killed one leaves it
+        raise KeyboardInterrupt
+    assert kept.exists()
+    _put(tmp_path / name)
+    assert os.listdir(tmp_path) == [name]

@@ -3,8 +3,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
+import hashlib
 import mmap
 import os
+import re
 import secrets
 import threading
 from collections import defaultdict
@@ -18,6 +21,7 @@ import numpy as np
 _TMPFS_MAGIC = 0x01021994  # statfs(2)
 WINDOW = 8 << 20  # bytes of a file that go to disk at once, from a multiple of it
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
+_LONG_NAME = 200  # bytes
 
 
 class Writer:
@@ -169,17 +173,85 @@ def _plainly(fd: int, buffers: Sequence, offset: int) -> None:
 
 @contextmanager
 def replacing(path, *, fsync: bool, name: str | None = None):
-    """A hidden path beside `path` (of `name`, or one that nobody has) to write a file to. At the end it takes the name `path`, durably if
-    `fsync`; after an exception it is gone, and what was at `path` is there. Raises OSError."""
+    """A hidden path beside `path` to write a file to. At the end it takes the name `path`, durably if `fsync`; after an exception it is gone,
+    and what was at `path` is there. Raises OSError.
+
+    With `name` that is the path's name, the same each time. Else nobody else has the name, so several may write at once; the file is locked
+    as long as it is written, and those that a killed process left for the same `path` are removed first.
+    """
     path = Path(path)
-    part = path.with_name(name or f".ds_nvcomp-{secrets.token_hex(4)}.part")
+    lock = None
     try:
-        yield part
-        os.replace(part, path)
+        if name is None:
+            _remove_abandoned(path)
+            part, lock = _begin_part(path)
+        else:
+            part = path.with_name(name)
+        try:
+            yield part
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
     finally:
-        part.unlink(missing_ok=True)
+        if lock is not None:  # not before the part is gone
+            os.close(lock)
     if fsync:
         sync_directory(path.parent)
+
+
+def _stem(path: Path) -> str:
+    """How the names of all parts of `path` begin."""
+    name = os.fsencode(path.name)
+    if len(name) > _LONG_NAME:  # a file system takes 255 bytes
+        name = hashlib.sha256(name).hexdigest().encode()
+    return f".ds_nvcomp-{os.fsdecode(name)}-"
+
+
+def _begin_part(path: Path) -> tuple[Path, int]:
+    """An empty part of `path`, and the descriptor that holds its lock."""
+    while True:
+        part = path.with_name(f"{_stem(path)}{secrets.token_hex(4)}.part")
+        try:
+            fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except FileExistsError:
+            continue
+        try:
+            if _lock(fd) and os.fstat(fd).st_nlink:
+                return part, fd
+        except OSError:  # this file system has no locks, so nobody removes the part
+            return part, fd
+        os.close(fd)  # another save took it for abandoned, between the two calls
+        part.unlink(missing_ok=True)
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove the parts of `path` that nobody writes any more. Best effort: a save does not fail for what another one left."""
+    name = re.compile(re.escape(_stem(path)) + r"[0-9a-f]{8}\.part")
+    try:
+        parts = [part for part in os.listdir(path.parent) if name.fullmatch(part)]
+    except OSError:  # a directory that may be written to, but not listed
+        return
+    for part in map(path.with_name, parts):
+        try:
+            fd = os.open(part, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:  # gone, or somebody else's
+            continue
+        try:
+            if _lock(fd):
+                part.unlink(missing_ok=True)
+        except OSError:
+            pass
+        finally:
+            os.close(fd)
+
+
+def _lock(fd: int) -> bool:
+    """Lock an open file unless somebody else has. Raises OSError where the file system has no locks."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
 
 
 def sync_directory(path) -> None:

@@ -360,3 +360,28 @@ extern "C" __global__ void ans_stream_bytes(const u8* data, const u64* offsets, 
   }
   if (size <= limit) bytes[c] = size;
 }
+
+// link.py on the GPU: fp32 master weights to their difference from the 16-bit weights, and back, in place. Behind `covered`, zeros.
+__device__ u32 widened(const u16* weights, u64 i, u64 covered, u32 half) {
+  if (i >= covered) return 0;
+  u32 w = weights[i];
+  if (!half) return w << 16;
+  u32 sign = (w & 0x8000) << 16, exponent = w >> 10 & 0x1f, mantissa = w & 0x3ff;
+  if (exponent == 0) return sign | __float_as_uint((float)mantissa * 5.9604644775390625e-8f);  // 2^-24
+  return sign | (exponent == 31 ? 255u : exponent + 112) << 23 | mantissa << 13;
+}
+
+extern "C" __global__ void link(u32* data, const u16* weights, u64 count, u64 covered, u32 half) {
+  u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= count) return;
+  u32 z = data[i] - widened(weights, i, covered, half);
+  z = z << 1 ^ (u32)((int)z >> 31);
+  data[i] = (z & 0x8000ffffu) | (z >> 16 & 0xff) << 23 | (z >> 24 & 0x7f) << 16;
+}
+
+extern "C" __global__ void unlink(u32* data, const u16* weights, u64 count, u64 covered, u32 half) {
+  u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= count) return;
+  u32 x = data[i], z = (x & 0x8000ffffu) | (x >> 23 & 0xff) << 16 | (x >> 16 & 0x7f) << 24;
+  data[i] = (z >> 1 ^ (0 - (z & 1))) + widened(weights, i, covered, half);
+}

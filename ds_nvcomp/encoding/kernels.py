@@ -107,6 +107,13 @@ def checksum(stream, data, offsets, lengths, crc) -> None:
     _launch("checksum", (len(offsets),), (data, offsets, lengths, steps, finals, crc), stream)
 
 
+def link(stream, data, weights, kind: str, *, undo: bool = False) -> None:
+    """`link.difference` in place, or its inverse: `data` uint8 [4 n], `weights` uint8 [2 k]."""
+    count = data.numel() // 4
+    _launch("unlink" if undo else "link", (-(-count // THREADS),),
+            (data, weights, np.uint64(count), np.uint64(weights.numel() // 2), np.uint32(kind == "float16")), stream)
+
+
 @lru_cache(maxsize=None)
 def _crc_tables(device: int):
     """Multiplication by x^(32 * THREADS), byte by byte, and x^(32 * (THREADS - t)) for each thread t; reflected, mod CRC-32's P."""

@@ -9,7 +9,7 @@ from typing import Iterator
 import numpy as np
 from isal.isal_zlib import crc32
 
-from ..encoding import codecs, format, transforms
+from ..encoding import codecs, format, link, transforms
 from ..encoding.codecs import CodecId
 from ..encoding.format import CODED, RAW, UNSIGNED, ZERO
 from ..errors import ChecksumError, DecodeError, DsNvcompError, EncodeError
@@ -34,7 +34,7 @@ def encode(sources: list[Source], config, progress=lambda raw_bytes: None) -> It
         raw = source.data.numpy()
         tile = per_chunk * source.transform.width * TILE_CHUNKS
         running.append((per_chunk, [
-            threads.submit(_encode_tile, source, raw[at:at + tile], per_chunk, coder, config.verifies)
+            threads.submit(_encode_tile, source, at, raw[at:at + tile], per_chunk, coder, config.verifies)
             for at in range(0, len(raw), tile)]))
     try:
         for i, source in enumerate(sources):
@@ -55,8 +55,10 @@ def encode(sources: list[Source], config, progress=lambda raw_bytes: None) -> It
         wait([tile for _, tiles in running for tile in tiles])
 
 
-def _encode_tile(source, raw, per_chunk, coder, verify):
-    """(table of this tile, its chunk data as one buffer, raw bytes)."""
+def _encode_tile(source, at, raw, per_chunk, coder, verify):
+    """(table of the tile at byte `at`, its chunk data as one buffer, raw bytes)."""
+    if source.weights is not None:
+        raw = link.difference(raw, source.weights.part(at, at + len(raw)).numpy(), source.weights.kind)
     step = per_chunk * source.transform.width
     table = format.Table.empty(source.transform, -(-len(raw) // step))
     data = []

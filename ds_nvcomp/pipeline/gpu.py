@@ -50,9 +50,14 @@ def encode(sources: list[Source], config, progress=lambda raw_bytes: None) -> It
     groups = defaultdict(list)
     for i, source in enumerate(sources):
         device = source.data.device if source.data.is_cuda else torch.device("cuda", torch.cuda.current_device())
-        groups[device, source.transform, source.data.is_cuda].append(i)
+        groups[device, source.transform, _is_staged(source)].append(i)
     for (device, transform, _), members in groups.items():
         yield from _encode_within_memory(device, transform, config, {i: sources[i] for i in members}, progress)
+
+
+def _is_staged(source: Source) -> bool:
+    """Whether its bytes go through work memory before they are split: what is on the host, and what is not encoded as it is."""
+    return not source.data.is_cuda or source.weights is not None
 
 
 def _encode_within_memory(device, transform, config, left: dict[int, Source], progress):
@@ -73,7 +78,7 @@ def _encode_within_memory(device, transform, config, left: dict[int, Source], pr
                 config = replace(config, gpu_memory=smaller)
             elif codec.cpu is not None or codec is codecs.NONE:
                 logger.warning("no GPU memory for the encoder; encoding on the CPU.")
-                rest = [replace(source, data=source.data.cpu()) for source in left.values()]
+                rest = [source.on_host() for source in left.values()]
                 for position, payload in cpu.encode(rest, config, progress):
                     yield members[position], payload
                 return
@@ -222,7 +227,7 @@ class _Encoder:
             self.coded_stride = coder[0].slot_bytes(torch.empty(self.plane_stride, dtype=torch.uint8, device=self.device))
         raw = self.per_chunk * self.transform.width
         out = sum(int(aligned(plane.raw_bytes(self.per_chunk))) for plane in self.transform.planes)
-        self.staged = bool(self.sources) and not self.sources[0].data.is_cuda
+        self.staged = bool(self.sources) and _is_staged(self.sources[0])
         staging = raw + ALIGN if self.staged else 0
         work = self.plane_stride, self.coded_stride, out, staging
         lists = 80 * len(self.elements) + LISTS  # of all chunks, and what goes up for a tile
@@ -281,7 +286,7 @@ class _Encoder:
         slot, part, n = tile.slot, tile.part, tile.part.stop - tile.part.start
         with torch.cuda.stream(slot.stream):
             for at, i, begin, end in self.staging_copies[part.start] if self.staged else ():
-                slot.staging[at:at + end - begin].copy_(self.sources[i].data[begin:end], non_blocking=True)
+                self._stage(self.sources[i], begin, end, slot.staging[at:at + end - begin], slot.stream)
             flags = self.flags[3 * part.start:3 * part.stop]
             kernels.split(self.transform, slot.stream, self.per_chunk, self.src[part], self.device_elements[part], slot.planes,
                           self.plane_stride, flags)
@@ -298,6 +303,11 @@ class _Encoder:
                         kernels.ans_stream_bytes(slot.stream, slot.coded, self.coded_places[:n], self.device_sizes[part],
                                                  self.limits[:n], self._result(part, 4))
             tile.coded_event = slot.stream.record_event()
+
+    def _stage(self, source, begin, end, here, stream):
+        here.copy_(source.data[begin:end], non_blocking=True)
+        if source.weights is not None:
+            kernels.link(stream, here, source.weights.part(begin, end).to(self.device, non_blocking=True), source.weights.kind)
 
     def _sources_of(self, part) -> tuple[int, int]:
         return int(self.source[part.start]), int(self.source[part.stop - 1])

@@ -1,7 +1,7 @@
 """What goes into and comes out of a pipeline."""
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Sequence
 
 import numpy as np
@@ -14,14 +14,35 @@ from ..encoding.transforms import Transform
 
 @dataclass(frozen=True)
 class Source:
-    """Bytes to encode: `data` is a uint8 [bytes] torch tensor on any device, a whole number of the transform's elements."""
+    """Bytes to encode: `data` is a uint8 [bytes] torch tensor on any device, a whole number of the transform's elements.
+
+    With `weights`, fp32 data are encoded as their difference from those.
+    """
     data: "torch.Tensor"  # noqa: F821
     transform: Transform
     name: str = ""
+    weights: "Weights | None" = None
 
     @property
     def elements(self) -> int:
         return self.data.numel() // self.transform.width
+
+    def on_host(self) -> "Source":
+        return replace(self, data=self.data.cpu(), weights=self.weights and self.weights.to("cpu"))
+
+
+@dataclass(frozen=True)
+class Weights:
+    """16-bit weights, one for each of the first elements of something: uint8 [2 k], of a `kind` in `link.KINDS`, on any device."""
+    data: "torch.Tensor"  # noqa: F821
+    kind: str
+
+    def part(self, begin: int, end: int) -> "torch.Tensor":  # noqa: F821
+        """Those of the fp32 bytes [`begin`, `end`)."""
+        return self.data[begin // 2:end // 2]
+
+    def to(self, device) -> "Weights":
+        return replace(self, data=self.data.to(device))
 
 
 @dataclass(frozen=True)
