@@ -41,6 +41,9 @@ class Config:
     verify: str = _key("auto", "encode decodes every chunk again right after encoding and compares it with the input; a chunk "
                        "that differs is stored uncoded, with a warning. auto does so for the codecs that only nvCOMP can read.",
                        choices=VERIFY)
+    link_master_weights: str = _key("auto", "auto stores fp32 master weights as their difference from the 16-bit weights that the same "
+                                    "checkpoint has in its model file (ZeRO-1 and -2): half their size. The files then belong together. "
+                                    "off stores them in full.", choices=("auto", "off"))
     min_bytes: int = _key(4096, "Storages smaller than this many bytes are written as torch writes them.", at_least=0)
     chunk_bytes: int = _key(0, "Bytes of one coded chunk, a power of two; 0 takes the codec's own best (64 KiB; 256 KiB for ans).",
                             at_least=0, at_most=MIB, power_of_two=True)

@@ -29,6 +29,7 @@ from .checkpoint.background import Background, wait as wait_for_all
 from .checkpoint.commit import Commit
 from .checkpoint.ranks import Ranks, StoreRanks, job_store
 from .config import Config
+from .deepspeed_links import links_of
 from .errors import CommitError, ConfigError, DsNvcompError, SaveError, UnsupportedSetupError
 from .log import logger
 
@@ -118,7 +119,7 @@ class NvcompCheckpointEngine(CheckpointEngine):
             saved.snapshots[path] = self._take(state_dict, path) if states else _plain_file(state_dict)
         elif states:
             target = self._commit.stage(path)
-            report = write(state_dict, target, self._chosen, root=path.stem)
+            report = write(state_dict, target, self._chosen, root=path.stem, links=self._links(path))
             saved.add(target, report)
             self._chooser.observe(report.raw_bytes, report.stored_bytes, report.encode_seconds, report.seconds)
         else:
@@ -127,14 +128,19 @@ class NvcompCheckpointEngine(CheckpointEngine):
     def _take(self, state_dict, path) -> Callable[[], Snapshot]:
         """A function that returns the snapshot, when it is taken."""
         if not self.config.overlap:
-            taken = snapshot(state_dict, self._chosen, root=path.stem)
+            taken = snapshot(state_dict, self._chosen, root=path.stem, links=self._links(path))
             return lambda: taken
         host = self._host()
         buffers = {buffer.untyped_storage().data_ptr() for buffer in host.module.buffers()} if host is not None else ()
         take = Future()
-        later = snapshot_later(state_dict, self._chosen, root=path.stem, moving=buffers)  # forward passes change buffers
+        later = snapshot_later(state_dict, self._chosen, root=path.stem, moving=buffers, links=self._links(path))  # forward passes change buffers
         self._overlapped.submit(f"the snapshot of {path.name}", lambda: _fulfil(take, later))
         return take.result
+
+    def _links(self, path: Path) -> dict:
+        """What of an optimizer file is stored as a difference from weights in the model file."""
+        wanted = self.config.link_master_weights == "auto" and path.name.endswith(f"optim{STATES_SUFFIX}")
+        return links_of(self._host()) if wanted else {}
 
     def settle(self) -> None:
         """Wait until parameters and optimizer state may change again: called before each optimizer step."""

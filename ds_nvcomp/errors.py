@@ -13,6 +13,7 @@
     │   ├── TableError              the chunk table is damaged or contradicts the header
     │   ├── ChecksumError           stored bytes of a chunk or record are not the ones that were written
     │   ├── DecodeError             a decoder refused a chunk, or gave another length than announced
+    │   ├── LinkError               weights that a file refers to are not beside it, or are others
     │   └── ArchiveError            the zip container or the pickle inside it is damaged
     └── CheckpointError             a checkpoint directory could not be written or read
         ├── SaveError               a rank could not save; names the rank, the path and the cause
@@ -28,7 +29,7 @@ from __future__ import annotations
 __all__ = [
     "DsNvcompError", "ConfigError", "CodecUnavailableError", "UntrustedCodecError", "NotEnoughMemoryError", "EncodeError",
     "FormatError", "TruncatedError", "HeaderError", "UnsupportedVersionError", "TableError", "ChecksumError", "DecodeError",
-    "ArchiveError", "CheckpointError", "SaveError", "CommitError", "UnsupportedSetupError", "DirectoryError",
+    "LinkError", "ArchiveError", "CheckpointError", "SaveError", "CommitError", "UnsupportedSetupError", "DirectoryError",
 ]
 
 
@@ -107,6 +108,10 @@ class ChecksumError(FormatError):
 
 
 class DecodeError(FormatError):
+    pass
+
+
+class LinkError(FormatError):
     pass
 
 

@@ -12,7 +12,7 @@ from . import apply, revert
 
 OFF = "off"
 NAME = "--nvcomp-checkpoint"
-_NOT_HERE = ("enabled", "codec", "async", "overlap", "in_flight", "timeout")  # said otherwise, or DeepSpeed's
+_NOT_HERE = ("enabled", "codec", "async", "overlap", "in_flight", "timeout", "link_master_weights")  # said otherwise, or DeepSpeed's
 
 
 def wrap(module) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import zipfile
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import ds_nvcomp.dcp
-from ds_nvcomp.archive.items import REPACKED, Item, encode_items
+from ds_nvcomp.archive.items import Item, encode_items
 from ds_nvcomp.archive.part import load_part
 from ds_nvcomp.config import Config
 from ds_nvcomp.dcp import NvcompReader, NvcompWriter
@@ -118,10 +119,30 @@ def test_items_of_objects_are_compressed_too():
     assert_same(torch.load(io.BytesIO(item.getvalue()), weights_only=True), torch.load(io.BytesIO(plain.getvalue())))
 
 
+@pytest.mark.parametrize("value", [7, None, {"step": torch.tensor(3.0), "lr": 1e-4}, io.BytesIO(b"extra state"), torch.zeros(0)],
+                         ids=["number", "none", "dict", "stream", "empty"])
+def test_small_objects_are_sealed(value):
+    plain = io.BytesIO()
+    torch.save(value, plain)
+    item, = encode_items([plain], Config())
+    whole = item.getvalue()
+    found = torch.load(io.BytesIO(whole), weights_only=False)
+    assert found.getvalue() == value.getvalue() if isinstance(value, io.BytesIO) else str(found) == str(value)
+    assert len(whole) < len(plain.getvalue())
+    with zipfile.ZipFile(io.BytesIO(whole)) as zipped:
+        data = zipped.read("archive/data.pkl")
+    start = whole.index(data)
+    for at in range(start + 2, start + len(data), 7):
+        other = bytearray(whole)
+        other[at] ^= 1
+        with pytest.raises(Exception):
+            torch.load(io.BytesIO(other), weights_only=False)
+
+
 def test_items_that_cannot_be_saved_anew_stay_as_they_are(caplog):
-    noise, small = io.BytesIO(os.urandom(REPACKED)), io.BytesIO(b"abc")
+    noise, small = io.BytesIO(b"no zip" + os.urandom(70_000)), io.BytesIO(b"PK")
     damaged = io.BytesIO()
-    torch.save(torch.zeros(REPACKED), damaged)
+    torch.save(torch.zeros(20_000), damaged)
     damaged = io.BytesIO(damaged.getvalue()[:-100])
     assert encode_items([noise, small, damaged], Config()) == [noise, small, damaged]
     assert caplog.text.count("stays uncompressed") == 1

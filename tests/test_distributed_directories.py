@@ -532,6 +532,8 @@ def test_what_training_has_compressed_is_unpacked(packed):
     assert_same(state(), load(packed), path="written")
     unpack(packed, fsync=False)
     assert not scan_directory(packed).compressed and verify(packed) == []
+    assert not [name for name in scan_directory(packed).globals if name.startswith("ds_nvcomp")], "seals of small objects and tensors"
+    assert b"ds_nvcomp" not in b"".join(contents(packed).values())
     assert_same(state(), load(packed), path="unpacked")
     assert run("unpack", packed).exit_code == 0
 

@@ -65,7 +65,7 @@ def test_through_the_pipeline(codec, kind, covered):
     on_devices.restore(found, weights)
     assert torch.equal(found, raw(master))
     if covered == 1.0 and codec != "none":
-        assert len(stored) < {"bfloat16": 0.505, "float16": 0.6}[kind] * 4 * len(master)
+        assert len(stored) < {"bfloat16": 0.535, "float16": 0.6}[kind] * 4 * len(master)
 
 
 def test_fits_what_was_rounded_only():

@@ -16,7 +16,6 @@ from . import pickler
 from .writer import Archive, lay_out, source
 
 PROTOCOL = 2  # torch.save's
-REPACKED = 64 << 10  # bytes; smaller objects are left as torch.save has written them
 
 
 class Item(io.BytesIO):
@@ -72,8 +71,9 @@ def _item_of(whole: torch.Tensor) -> Item:
 
 
 def encode_items(objs: Sequence, config: Config, names: Sequence[str] = ()) -> list[io.BytesIO]:
-    """An `Item` for each of `objs`: a tensor, or an io.BytesIO that torch.save has written to, whose content is saved anew. An `Item`, and
-    what is small or no torch zip, stays as it is. `names` are what errors call them, also when they are read again.
+    """An `Item` for each of `objs`: a tensor, or an io.BytesIO that torch.save has written to, whose content is saved anew, however small: in
+    a torch zip nobody would notice other bits. An `Item`, and what is no torch zip, stays as it is. `names` are what errors call them, also
+    when they are read again.
 
     The objects may change when this returns, and nothing keeps their large storages. Raises `EncodeError`, `CodecUnavailableError`.
     """
@@ -100,12 +100,12 @@ def _content(obj):
     """What is to be saved in place of `obj`; a BytesIO where that is to stay. The bytes are this process's own, just written."""
     if not isinstance(obj, io.BytesIO) or isinstance(obj, Item):
         return obj
-    if obj.getbuffer().nbytes < REPACKED or bytes(obj.getbuffer()[:4]) != b"PK\3\4":
+    if bytes(obj.getbuffer()[:4]) != b"PK\3\4":
         return obj
     try:
         return _Saved(torch.load(io.BytesIO(obj.getbuffer()), weights_only=False))
     except Exception as err:  # whatever an object's own classes raise: it is stored as it was
-        logger.warning(f"an item of {obj.getbuffer().nbytes} bytes stays uncompressed: it could not be read again "
+        logger.warning(f"an item of {obj.getbuffer().nbytes} bytes stays uncompressed, without a seal: it could not be read again "
                        f"({type(err).__name__}: {err}).")
         return obj
 

@@ -62,6 +62,19 @@ def check_records(path, start: int, length: int) -> None:
             _compare(record, crc)
 
 
+def decode_range(records: Records, mapped, row: TensorRow, wanted: tuple[int, int], device,
+                 trusted: bool) -> tuple[torch.UntypedStorage, int]:
+    """On `device`, at least the bytes `wanted` of the storage that `row` is on, and which byte of it they begin at. `mapped` is the file.
+
+    Raises `FormatError`s for damaged bytes.
+    """
+    record = records.records[row.storage.record]
+    data = _bytes_of(mapped, 0, record, row)
+    if row.storage.encoding is not None:
+        return _decode(data, row.storage.encoding, wanted, torch.device(device), trusted)
+    return _checked(data, record).to(device).untyped_storage(), 0
+
+
 def _bytes_of(mapped, start: int, record: Record, row: TensorRow) -> torch.Tensor:
     if record.start is None:
         raise ArchiveError(f"Record {record.name!r} is deflated by zip, which its kind never is. Restore the file from a copy.")
@@ -77,7 +90,7 @@ def _range(row: TensorRow, offsets, sizes, itemsize: int) -> tuple[int, int]:
     return first * itemsize, (last + 1) * itemsize
 
 
-def _decode(data: torch.Tensor, encoding: Encoding, wanted: tuple[int, int], device) -> tuple[torch.UntypedStorage, int]:
+def _decode(data: torch.Tensor, encoding: Encoding, wanted: tuple[int, int], device, trusted: bool = True) -> tuple[torch.UntypedStorage, int]:
     """The storage of the chunks that `wanted` (bytes) is in, and the byte of the whole one that it begins at."""
     header, table = encoding.header, encoding.table
     step = header.chunk_elements * header.transform.width
@@ -89,7 +102,7 @@ def _decode(data: torch.Tensor, encoding: Encoding, wanted: tuple[int, int], dev
         header = replace(header, elements=elements, data_bytes=int(table.chunk_bytes[chunks].sum()))
         table = Table(*(np.ascontiguousarray(getattr(table, name)[..., chunks]) for name in COLUMNS))
         data = data[skipped - header.data_start:skipped + header.data_bytes]  # as if the header and the rows of these chunks came before
-    return decode_payload(data, (header, table, encoding.codec), device=device).untyped_storage(), first * step
+    return decode_payload(data, (header, table, encoding.codec), device=device, trusted=trusted).untyped_storage(), first * step
 
 
 def _checked(data: torch.Tensor, record: Record) -> torch.Tensor:

@@ -17,7 +17,7 @@ from ..encoding.codecs import CodecId
 from ..errors import ArchiveError, ChecksumError, DsNvcompError, HeaderError, TableError, TruncatedError, UnsupportedVersionError
 from . import seal
 from .records import Records
-from .storage import META_VERSION, check_header
+from .storage import check_header, check_version
 from .symbolic import Call, Dict, Global, Items, Persistent, read as read_pickle
 
 MAX_PICKLE_BYTES = 1 << 30  # tensors are outside the pickle: what is in it are names, sizes and settings
@@ -49,6 +49,11 @@ class Encoding:
     @property
     def by(self) -> str:
         return str(self.meta.get("by", ""))
+
+    @property
+    def link(self) -> str | None:
+        """What the decoded numbers are differences from, where they are (see link.py)."""
+        return self.meta.get("link")
 
     @cached_property
     def pieces(self) -> dict[str, int]:
@@ -359,9 +364,7 @@ def _validate(meta) -> tuple[int, str]:
     if type(meta.get("version")) is not int:
         raise HeaderError("A compressed storage has no description of a known kind. The file is damaged; restore it from a "
                           "copy.")
-    if meta["version"] != META_VERSION:
-        raise UnsupportedVersionError(f"The storage is described in version {meta['version']}; this ds_nvcomp reads version "
-                                      f"{META_VERSION}. Install a ds_nvcomp that is at least as new as the one that wrote it.")
+    check_version(meta)
     nbytes, dtype = meta.get("bytes"), meta.get("dtype")
     if type(dtype) is not str or type(nbytes) is not int or nbytes <= 0 or nbytes % itemsize(dtype):
         raise HeaderError(f"The storage is described as {nbytes!r} bytes of {dtype!r}. The file is damaged; restore it from "

@@ -132,9 +132,16 @@ class _FromStart:
         return self._file.read(size)
 
 
+def directory() -> str | None:
+    """Where the file is that torch.load is reading further up the stack; None where it reads something that has no path."""
+    _, file = _reader()
+    name = getattr(file, "name", None)
+    return os.path.dirname(os.path.abspath(name)) if isinstance(name, str) else None
+
+
 def _reader():
     """The PyTorchFileReader in a local variable of the nearest torch.serialization frame, and the file that torch.load opened for it."""
-    frame, reader = sys._getframe(2), None
+    frame, reader = sys._getframe(1), None
     while frame is not None:
         if frame.f_globals.get("__name__") == "torch.serialization":
             here = frame.f_locals

@@ -10,6 +10,7 @@ from isal.isal_zlib import crc32
 
 from ..errors import ArchiveError, ChecksumError, DsNvcompError
 from ..pipeline import decode_payload
+from .link import follow
 from .reader import restorer
 from .records import Records
 from .scan import Stored, scan_records
@@ -50,7 +51,10 @@ def _storage(records: Records, mapped: torch.UntypedStorage, stored: Stored, pla
     if stored.encoding is not None:
         device = place(torch.UntypedStorage(0), stored.location).device
         encoding = stored.encoding
-        return decode_payload(data, (encoding.header, encoding.table, encoding.codec), device=device, trusted=False).untyped_storage()
+        decoded = decode_payload(data, (encoding.header, encoding.table, encoding.codec), device=device, trusted=False)
+        if encoding.link is not None:
+            follow(encoding.link, decoded, os.path.dirname(os.path.abspath(records.path)))
+        return decoded.untyped_storage()
     data = data.clone()  # from here on it is what was verified, whatever becomes of the file
     if crc32(data.numpy()) != record.crc:
         raise ChecksumError(f"Record {record.name!r} has checksum {crc32(data.numpy()):#010x}, expected {record.crc:#010x}. The file is "

@@ -15,17 +15,20 @@ from ..encoding import transforms
 from ..encoding.format import Header
 from ..errors import ChecksumError, DsNvcompError, HeaderError, UnsupportedVersionError
 from ..pipeline import Payload, decode_payload, parse_payload
+from . import seal
 
 META_VERSION = 1
+LINKED_VERSION = 2  # of a description that has a link: who knows only version 1 refuses it
 
 
-def describe(dtype: torch.dtype, payload: Payload, name: str) -> dict:
-    """The `meta` of a payload that decodes to `dtype`; `name` is where in the object it was first met.
+def describe(dtype: torch.dtype, payload: Payload, name: str, link: str | None = None) -> dict:
+    """The `meta` of a payload that decodes to `dtype`; `name` is where in the object it was first met, `link` what it is the difference from.
 
     `crc` is the header's checksum. Through the table's, it covers every chunk: no other payload can be put in this one's place.
     """
     return {"version": META_VERSION, "dtype": dtype_name(dtype), "bytes": payload.header.raw_bytes,
-            "crc": payload.crc, "name": name, "by": f"ds_nvcomp {__version__}"}
+            "crc": payload.crc, "name": name, "by": f"ds_nvcomp {__version__}"} | \
+        ({} if link is None else {"version": LINKED_VERSION, "link": link})
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -101,18 +104,31 @@ def _unpack(payload, meta, trusted):
             data = torch.empty(0, dtype=torch.uint8, device=stored.device).set_(stored, 0, (stored.nbytes(),), (1,))
             parsed = parse_payload(data)
             check_header(parsed[0], meta)
-            decoded = decode_payload(data, parsed, device=bound_for(stored), trusted=trusted).untyped_storage()
+            decoded = decode_payload(data, parsed, device=bound_for(stored), trusted=trusted)
+            if "link" in meta:
+                from .link import follow  # not before: it reads files by what is built on this module
+                follow(meta["link"], decoded, seal.directory(), trusted=trusted)
+            decoded = decoded.untyped_storage()
         return torch.storage.TypedStorage(wrap_storage=decoded, dtype=storage_dtype(dtype), _internal=True)
     except DsNvcompError as err:
         raise err.at(tensor=name)
 
 
+def check_version(meta: dict) -> None:
+    """Raise `UnsupportedVersionError` for a description of an unknown version, `HeaderError` for one that is not what its version says."""
+    if meta["version"] not in (META_VERSION, LINKED_VERSION):
+        raise UnsupportedVersionError(f"The storage is described in version {meta['version']}; this ds_nvcomp reads versions up to "
+                                      f"{LINKED_VERSION}. Install a ds_nvcomp that is at least as new as the one that wrote it.")
+    if (meta["version"] == LINKED_VERSION) != ("link" in meta) or "link" in meta and \
+            (type(meta["link"]) is not str or meta.get("dtype") != "float32"):
+        raise HeaderError("A storage that is linked to another file is of float32, and described in version 2 with a link; this is not. The "
+                          "file is damaged; restore it from a copy.")
+
+
 def _validate(meta) -> tuple[torch.dtype, int]:
     if not isinstance(meta, dict) or not isinstance(meta.get("version"), int):
         raise HeaderError(f"A compressed storage comes with a description, found {meta!r}. The file is damaged.")
-    if meta["version"] != META_VERSION:
-        raise UnsupportedVersionError(f"The storage is described in version {meta['version']}; this ds_nvcomp reads version "
-                                      f"{META_VERSION}. Install a ds_nvcomp that is at least as new as the one that wrote it.")
+    check_version(meta)
     dtype, nbytes = getattr(torch, str(meta.get("dtype")), None), meta.get("bytes")
     if not isinstance(dtype, torch.dtype):
         raise UnsupportedVersionError(f"The storage is of dtype {meta.get('dtype')!r}, which torch {torch.__version__} does not "

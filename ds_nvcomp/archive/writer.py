@@ -6,7 +6,7 @@ import stat
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Callable, Collection, Iterable, Iterator
+from typing import Callable, Collection, Iterable, Iterator, Mapping
 
 import torch
 
@@ -15,6 +15,7 @@ from ..encoding import transforms
 from ..pipeline import Payload, Source, encode
 from . import files, pickler, seal
 from .container import Container
+from .link import Link
 from .storage import describe, dtype_name
 
 
@@ -62,14 +63,18 @@ def _append(file, buffers) -> None:
             view = view[view.nbytes if written is None else written:]
 
 
-def write(obj, path, config: Config, *, root: str, pickle_protocol: int = 2, progress=None) -> SaveReport:
-    """Write the archive straight to `path`, truncating what is there; durable when this returns if `config.fsync`.
+Links = Mapping[int, Link]  # by the address of the fp32 numbers
+
+
+def write(obj, path, config: Config, *, root: str, pickle_protocol: int = 2, progress=None, links: Links = {}) -> SaveReport:
+    """Write the archive straight to `path`, truncating what is there; durable when this returns if `config.fsync`. What `links` has is stored
+    as its difference from what it links to.
 
     What is encoded is written while the rest is being encoded.
     """
     began = time.perf_counter()
     with files.Writer(path, fsync=config.fsync, threads=config.write_threads) as file:
-        report = lay_out(Archive(obj, config, pickle_protocol, progress), file.write_at, root, file.expect_room)
+        report = lay_out(Archive(obj, config, pickle_protocol, progress, links=links), file.write_at, root, file.expect_room)
     return replace(report, seconds=time.perf_counter() - began)
 
 
@@ -87,25 +92,26 @@ class Snapshot:
             return lay_out(self._archive, file.write_at, self._root, records=self._records)
 
 
-def snapshot(obj, config: Config, *, root: str, pickle_protocol: int = 2) -> Snapshot:
+def snapshot(obj, config: Config, *, root: str, pickle_protocol: int = 2, links: Links = {}) -> Snapshot:
     """Encode `obj` to host memory. Raises `EncodeError`, `CodecUnavailableError`."""
-    return Snapshot(Archive(obj, config, pickle_protocol, alias=False), root)
+    return Snapshot(Archive(obj, config, pickle_protocol, alias=False, links=links), root)
 
 
 HELD = 1 << 20  # bytes; smaller storages are copied at once
 
 
-def snapshot_later(obj, config: Config, *, root: str, moving: Collection[int] = (), pickle_protocol: int = 2) -> Callable[[], Snapshot]:
+def snapshot_later(obj, config: Config, *, root: str, moving: Collection[int] = (), pickle_protocol: int = 2,
+                   links: Links = {}) -> Callable[[], Snapshot]:
     """A function that takes the snapshot of `obj` as it is now, when called, on any thread.
 
-    Until it is done, the large storages of `obj` must not change, but for those at the addresses `moving`. What else is in `obj` may:
+    Until it is done, the large storages of `obj`, and linked weights, must not change, but for those at the addresses `moving`. What else is in `obj` may:
     it is copied here.
     """
     plan = pickler.collect(obj)
     if plan.others:  # torch writes those when it comes to them
-        taken = Snapshot(Archive(obj, config, pickle_protocol, alias=False, plan=plan), root)
+        taken = Snapshot(Archive(obj, config, pickle_protocol, alias=False, plan=plan, links=links), root)
         return lambda: taken
-    archive = Archive(pickler.freeze(obj)[0], config, pickle_protocol, alias=False)  # tensors made anew whenever they are asked for are others
+    archive = Archive(pickler.freeze(obj)[0], config, pickle_protocol, alias=False, links=links)  # tensors made anew whenever they are asked for are others
     for span in archive.spans:
         if span.nbytes < HELD or span.storage.data_ptr() in moving:
             span.hold()
@@ -121,14 +127,14 @@ def snapshot_later(obj, config: Config, *, root: str, moving: Collection[int] = 
     return take
 
 
-def source(span: pickler.Span) -> Source:
-    return Source(span.data, transforms.for_dtype(dtype_name(span.dtype)), span.name)
+def source(span: pickler.Span, link: Link | None = None) -> Source:
+    return Source(span.data, transforms.for_dtype(dtype_name(span.dtype)), span.name, link and link.weights)
 
 
 class Archive:
     """What becomes of an object: `records` are what goes into the zip. With `alias`, buffers in them may be memory of the object."""
 
-    def __init__(self, obj, config: Config, protocol: int, progress=None, alias=True, plan=None):
+    def __init__(self, obj, config: Config, protocol: int, progress=None, alias=True, plan=None, links: Links = {}):
         self.began = time.perf_counter()
         self.config = config.concrete
         self._obj, self._protocol, self._progress, self._alias = obj, protocol, progress or (lambda raw_bytes: None), alias
@@ -136,15 +142,20 @@ class Archive:
         self.spans = self._plan.all_spans()
         self._worth = [span for span in self.spans if span.nbytes >= self.config.min_bytes]
         self.raw_bytes, self.encode_seconds = sum(span.nbytes for span in self.spans), 0.0
+        self._all_links, self._links = links, {}  # the latter by the identity of spans
 
     def let_go(self) -> "Archive":
         """Forget the object; what is left is for the report."""
-        self._obj = self._plan = self.spans = self._worth = self._progress = None
+        self._obj = self._plan = self.spans = self._worth = self._progress = self._all_links = self._links = None
         return self
 
     def sources(self) -> list[Source]:
         """What is to be encoded."""
-        return [source(span) for span in self._worth]
+        for span in self._worth if self._all_links else ():
+            data, link = span.data, self._all_links.get(span.data.data_ptr())
+            if link is not None and span.dtype is torch.float32 and span.held is None and link.fits(data):
+                self._links[id(span)] = link.of(span.nbytes // 4)
+        return [source(span, self._links.get(id(span))) for span in self._worth]
 
     def records(self, encoded: Iterable[tuple[int, Payload]] | None = None) -> Iterator[tuple[str, "Payload | bytes"]]:
         """(name, content) in the order of the file. Payloads come as they are encoded, here or, with `encoded`, where that comes from."""
@@ -157,7 +168,8 @@ class Archive:
         for i, payload in encoded:
             # Also what did not shrink is a payload: its checksums are worth more than its 0.01 %.
             entry = entries[id(worth[i])]
-            entry.nbytes, entry.meta = payload.nbytes, describe(entry.dtype, payload, worth[i].name)
+            link = self._links.get(id(worth[i]))
+            entry.nbytes, entry.meta = payload.nbytes, describe(entry.dtype, payload, worth[i].name, link and str(link))
             yield f"data/{entry.key}", payload
         for span in spans:
             if entries[id(span)].meta is None:

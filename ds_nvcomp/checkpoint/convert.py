@@ -69,16 +69,20 @@ def pack(src, dst=None, config=None, *, all_files: bool = False, check: bool = T
 
 
 def unpack(src, dst=None, *, fsync: bool = True, check: bool = True, progress: Progress | None = None) -> Report:
-    """Write every compressed torch file of `src` (a file or a directory) as torch.save writes it, into `dst` or in place.
+    """Write every torch file of `src` (a file or a directory) that needs ds_nvcomp as torch.save writes it, into `dst` or in place.
 
-    Afterwards nothing needs ds_nvcomp. Files without compressed tensors are copied byte for byte. Raises as `pack` does.
+    Those are the ones with compressed tensors or a seal. The others are copied byte for byte. Raises as `pack` does.
     """
     def write(obj, target, note):
         import torch
         torch.save(obj, target)
 
-    return _Conversion(src, dst, lambda path: is_torch_zip(path) and scan(path).compressed, lambda scanned: scanned.compressed, write,
+    return _Conversion(src, dst, lambda path: is_torch_zip(path) and _needs_us(scan(path)), _needs_us, write,
                        fsync, check, progress, must_shrink=False).run()
+
+
+def _needs_us(scanned) -> bool:
+    return scanned.compressed or any(name.startswith("ds_nvcomp.") for name in scanned.globals)  # those of the seal, in a small one
 
 
 def _wanted_to_pack(src: Path, all_files: bool) -> Callable[[Path], bool]:

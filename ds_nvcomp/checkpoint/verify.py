@@ -241,6 +241,7 @@ def _chunks(records: Records, record: Record, encoding: Encoding, owner: Stored,
 def _decode_all(records: Records, scanned: FileScan, tally: Tally) -> None:
     import torch
 
+    from ..archive.link import follow
     from ..pipeline import decode_payload
     for stored in scanned.storages:
         if stored.encoding is None:
@@ -248,8 +249,10 @@ def _decode_all(records: Records, scanned: FileScan, tally: Tally) -> None:
         encoding = stored.encoding
         try:
             payload = bytearray(records.read(records.records[stored.record], 0, stored.stored_bytes))
-            decode_payload(torch.frombuffer(payload, dtype=torch.uint8), (encoding.header, encoding.table, encoding.codec),
-                           trusted=False)
+            decoded = decode_payload(torch.frombuffer(payload, dtype=torch.uint8), (encoding.header, encoding.table, encoding.codec),
+                                     trusted=False)
+            if encoding.link is not None:
+                follow(encoding.link, decoded, Path(records.path).parent)
         except CodecUnavailableError:
             tally.not_decoded.append(f"{records.path}: {stored.name}")
         except ChecksumError:

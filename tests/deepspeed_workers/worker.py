@@ -171,10 +171,20 @@ def resumes(directory: Path, settings: dict, build=models.Model, across: bool = 
     return directory
 
 
+def linked(checkpoint: Path) -> dict[str, int]:
+    """How many tensors of each optimizer file are stored as differences from weights in another."""
+    from ds_nvcomp.archive.scan import scan  # not above: nothing here may switch it on
+    return {path.name: sum(row.storage.encoding is not None and row.storage.encoding.link is not None for row in scan(path).rows)
+            for path in sorted(checkpoint.glob("*optim_states.pt"))}
+
+
 # -- ZeRO and precisions ------------------------------------------------------------------------------------------------------
 
 def _zero(directory, stage, precision, more, exact=True):
     resumes(directory, config(stage, precision, **more), across=precision == "bf16" and stage in (2, 3), exact=exact)
+    found = linked(directory / "compressed" / f"global_step{SAVE_AT}")
+    assert len(found) == (0 if stage == 0 and precision == "fp32" else 2 if stage else len(found)), found
+    assert all(found.values()) if stage in (1, 2) and precision != "fp32" else not any(found.values()), found
 
 
 for _precision in ("bf16", "fp32", "fp16"):
@@ -217,6 +227,8 @@ def config_file(directory, name, build=models.Model):
 def moe(directory, stage, precision, ep_size):
     resumes(directory, config(stage, precision), lambda: models.MoEModel(ep_size))
     assert list((directory / "compressed").glob("*/*expert_*_model_states.pt"))
+    found = linked(directory / "compressed" / f"global_step{SAVE_AT}")
+    assert any(found.values()) == (stage > 0), found
 
 
 case("moe", "config_moe_zero1_bf16", "moe_zero1_bf16.json", lambda: models.MoEModel(2))(config_file)

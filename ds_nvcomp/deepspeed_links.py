@@ -1,0 +1,76 @@
+"""Which fp32 master weights of a DeepSpeed engine can be linked: those whose 16-bit weights are in the model file of the same checkpoint.
+
+ZeRO-1 and -2 keep the 16-bit weights of a group in one flat buffer, and each rank an fp32 copy of its part of it. Parameters are views
+of the buffer, so addresses tell which parameters, by the names under which they are saved, a part is made of.
+"""
+from __future__ import annotations
+
+import os
+
+import torch
+
+from .archive.link import Link
+from .log import logger
+from .pipeline import Weights
+
+_KINDS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+PADDING = 64  # one in so many numbers of a partition, at its end, may be no parameter's
+
+
+def links_of(host) -> dict[int, Link]:
+    """{address of an fp32 partition: its link} of a DeepSpeedEngine; empty where nothing can be linked.
+
+    Not of pipeline stages and experts, whose weights are in files of their own, nor where each node has storage of its own and not all
+    have the model file.
+    """
+    try:
+        if host is None or _has_other_files(host):
+            return {}
+        file, names = os.path.basename(host._get_ckpt_name("", "")), _names(host)
+        found = {}
+        for master, weights in _partitions(host.optimizer):
+            link = _link(master, weights, names, file)
+            if link is not None:
+                found[master.data_ptr()] = link
+        return found
+    except (AttributeError, TypeError, IndexError) as err:  # another version's optimizer: nothing is linked, and nothing is lost
+        logger.warning(f"master weights are stored in full: this DeepSpeed's optimizer looks otherwise ({type(err).__name__}: {err}).")
+        return {}
+
+
+def _has_other_files(host) -> bool:
+    pipeline = any(kind.__name__ == "PipelineModule" for kind in type(host.module).__mro__)
+    return pipeline or host.zero_optimization_stage() > 2 or bool(getattr(host._config, "use_node_local_storage", False))
+
+
+def _partitions(optimizer) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """This rank's (fp32 partition, 16-bit partition) of each group."""
+    for masters, partitions, groups in (("single_partition_of_fp32_groups", "parallel_partitioned_bit16_groups", "real_dp_process_group"),
+                                        ("fp32_groups_flat_partition", "bf16_partitioned_groups", "real_dp_process_group")):
+        if hasattr(optimizer, masters) and hasattr(optimizer, partitions):
+            ranks = [torch.distributed.get_rank(group) for group in getattr(optimizer, groups)]
+            return [(master, weights[rank]) for master, weights, rank in zip(getattr(optimizer, masters), getattr(optimizer, partitions), ranks)]
+    return []
+
+
+def _names(host) -> list[tuple[int, int, str]]:
+    """(first address, address behind the last, name) of the 16-bit tensors in the model file, by address."""
+    state = host.module_state_dict()
+    if getattr(host, "has_moe_layers", False):
+        state = host._get_non_moe_state_dict(dict(state))
+    return sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, f"module.{name}") for name, tensor in state.items()
+                  if isinstance(tensor, torch.Tensor) and tensor.dtype in _KINDS and tensor.numel() and tensor.is_contiguous())
+
+
+def _link(master: torch.Tensor, weights: torch.Tensor, names, file: str) -> Link | None:
+    if weights.dtype not in _KINDS or not weights.numel() or master.numel() != weights.numel() or not weights.is_contiguous():
+        return None
+    at, stop, fragments = weights.data_ptr(), weights.data_ptr() + weights.nbytes, []
+    for begin, end, name in names:
+        if begin <= at < min(end, stop):
+            fragments.append((name, (at - begin) // 2, (min(end, stop) - at) // 2))
+            at = min(end, stop)
+    if (stop - at) * PADDING > weights.nbytes or not fragments:
+        return None
+    covered = weights.detach().view(torch.uint8)[:at - weights.data_ptr()]
+    return Link(Weights(covered, _KINDS[weights.dtype]), file, fragments)
