@@ -80,6 +80,7 @@ def main() -> None:
     parser.add_argument("--out", required=True)
     parser.add_argument("--engine", choices=("nvcomp", "torch"), default="nvcomp")
     parser.add_argument("--codec", default="deflate")
+    parser.add_argument("--link", default="auto", help="link_master_weights (%(default)s)")
     parser.add_argument("--zero", type=int, default=2)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--save-at", type=int, default=250)
@@ -103,7 +104,7 @@ def main() -> None:
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 50, "warmup_max_lr": 3e-4}},
     }
     if args.engine == "nvcomp":
-        config["nvcomp_checkpoint"] = {"enabled": True, "codec": args.codec}
+        config["nvcomp_checkpoint"] = {"enabled": True, "codec": args.codec, "link_master_weights": args.link}
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     text = corpus().to(engine.device)
     result = {"engine": type(engine.checkpoint_engine).__name__, "parameters": sum(p.numel() for p in model.parameters()), "losses": {}}

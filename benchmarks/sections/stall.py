@@ -13,6 +13,8 @@ OURS = {
     "ds_nvcomp, deflate": dict(codec="deflate"), "ds_nvcomp, ans": dict(codec="ans"), "ds_nvcomp, none": dict(codec="none"),
     "ds_nvcomp, deflate, no fsync": dict(codec="deflate", fsync=False),
     "ds_nvcomp async, deflate": {"codec": "deflate", "async": True}, "ds_nvcomp async, ans": {"codec": "ans", "async": True},
+    "ds_nvcomp async, deflate, no links": {"codec": "deflate", "async": True, "link_master_weights": "off"},
+    "ds_nvcomp async, ans, no links": {"codec": "ans", "async": True, "link_master_weights": "off"},
     # The rest of these two's stall is in the optimizer step: section overlap has it.
     "ds_nvcomp overlap, deflate": {"codec": "deflate", "overlap": True}, "ds_nvcomp overlap, ans": {"codec": "ans", "overlap": True},
 }
