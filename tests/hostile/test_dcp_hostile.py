@@ -189,7 +189,7 @@ def test_bits_of_small_objects(tmp_path, writer):
     if writer is FileSystemWriter:
         assert load(FileSystemReader(tmp_path), value)["step"] == 1235
     else:
-        with pytest.raises(dcp.CheckpointException, match="has checksum"):
+        with pytest.raises(dcp.CheckpointException, match="with checksum"):
             load(FileSystemReader(tmp_path), value)
     with pytest.raises(dcp.CheckpointException, match="has checksum"):
         load(NvcompReader(tmp_path), value)
