@@ -33,6 +33,7 @@ class Link:
     weights: Weights
     file: str
     fragments: Sequence[tuple[str, int, int]]
+    digest: pipeline.Digest | None = None
 
     def of(self, count: int) -> "Link":
         """For the first `count` numbers."""
@@ -42,15 +43,15 @@ class Link:
             if left > 0:
                 fragments.append((name, first, min(numbers, left)))
                 left -= numbers
-        return Link(weights, self.file, fragments)
+        return Link(weights, self.file, fragments, pipeline.Digest(weights.data))
 
     def fits(self, master: torch.Tensor) -> bool:
         """Whether `master` (uint8 [4 n]) was rounded to these weights, or nearly so."""
         return pipeline.fits(master, self.weights)
 
     def __str__(self) -> str:
-        """What a description says of it."""
-        return json.dumps({"file": self.file, "kind": self.weights.kind, "crc": pipeline.digest(self.weights.data),
+        """What a description says of what `of` returned."""
+        return json.dumps({"file": self.file, "kind": self.weights.kind, "crc": self.digest.value,
                            "fragments": self.fragments}, separators=(",", ":"))
 
 

@@ -42,6 +42,39 @@ template <int W> __device__ void store(u8* p, const Group<W>& g, u32 m) {
   }
 }
 
+// link.py on the GPU: fp32 master weights to their difference from the 16-bit weights, and back.
+__device__ u32 widened(u32 w, u32 half) {
+  if (!half) return w << 16;
+  u32 sign = (w & 0x8000) << 16, exponent = w >> 10 & 0x1f, mantissa = w & 0x3ff;
+  if (exponent == 0) return sign | __float_as_uint((float)mantissa * 5.9604644775390625e-8f);  // 2^-24
+  return sign | (exponent == 31 ? 255u : exponent + 112) << 23 | mantissa << 13;
+}
+
+// The 16-bit weights of a tile's chunks: the address of each one's first, 0 where it has none; how many it has, zeros behind; and in
+// the top bit of that, whether they are fp16.
+struct Weights { const u64* first; const u32* count; };
+
+template <int W> __device__ void link(Group<W>& g, Weights weights, u32 c, u32 base, u32 m) {}
+template <> __device__ void link<4>(Group<4>& g, Weights weights, u32 c, u32 base, u32 m) {
+  if (!weights.first[c]) return;
+  u32 half = weights.count[c] >> 31, count = weights.count[c] & 0x7fffffff;
+  Group<2> w;
+  load<2>(w, (const u8*)weights.first[c] + (u64)base * 2, count > base ? min(m, count - base) : 0);
+#pragma unroll
+  for (u32 i = 0; i < GROUP; i++) {
+    u32 z = g.e[i] - widened(w.e[i], half);
+    z = z << 1 ^ (u32)((int)z >> 31);
+    g.e[i] = i < m ? (z & 0x8000ffffu) | (z >> 16 & 0xff) << 23 | (z >> 24 & 0x7f) << 16 : 0;
+  }
+}
+
+extern "C" __global__ void unlink(u32* data, const u16* weights, u64 count, u64 covered, u32 half) {
+  u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= count) return;
+  u32 x = data[i], z = (x & 0x8000ffffu) | (x >> 23 & 0xff) << 16 | (x >> 16 & 0x7f) << 24;
+  data[i] = (z >> 1 ^ (0 - (z & 1))) + (i < covered ? widened(weights[i], half) : 0);
+}
+
 template <int W> __device__ u32 top16(typename Word<W>::type v) { return (u32)(v >> (W * 8 - 16)) & 0xffff; }
 template <> __device__ u32 top16<1>(u8 v) { return v; }
 
@@ -76,13 +109,15 @@ __device__ void or_flags(u32 a, u32 b, u32 c, u32* flags, u32 stride) {
 }
 
 // Exponents of chunk c to slots + c * slot_stride (zero-filled to 16 bytes); flags[p][c] |= all bytes of plane p (its top halves).
-template <int W> __device__ void split(const u64* src, const u32* elements, u8* slots, u64 slot_stride, u32* flags, u32 chunks) {
+template <int W> __device__ void split(const u64* src, const u32* elements, Weights weights, u8* slots, u64 slot_stride, u32* flags,
+                                       u32 chunks) {
   u32 c = blockIdx.y, n = elements[c], base = (blockIdx.x * blockDim.x + threadIdx.x) * GROUP;
   u32 x_or = 0, h_or = 0, l_or = 0;
   if (base < n) {
     u32 m = min(GROUP, n - base);
     Group<W> g;
     load<W>(g, (const u8*)src[c] + (u64)base * W, m);
+    link<W>(g, weights, c, base, m);
     alignas(16) u8 x[GROUP];
 #pragma unroll
     for (u32 i = 0; i < GROUP; i++) {
@@ -105,7 +140,8 @@ template <int W> __device__ void split(const u64* src, const u32* elements, u8* 
 }
 
 // Bytes that go through whole: the plane is the chunk.
-extern "C" __global__ void split_whole(const u64* src, const u32* elements, u8* slots, u64 slot_stride, u32* flags, u32 chunks) {
+extern "C" __global__ void split_whole(const u64* src, const u32* elements, const u64*, const u32*, u8* slots, u64 slot_stride,
+                                       u32* flags, u32 chunks) {
   u32 c = blockIdx.y, n = elements[c], base = (blockIdx.x * blockDim.x + threadIdx.x) * GROUP, any = 0;
   if (base < n) {
     Group<1> g;
@@ -133,7 +169,7 @@ __device__ void copy_piece(u8* to, const u8* from, u32 size) {
 
 // All pieces of chunk c to their place in `out`. modes, offsets, sizes are [planes][chunks]; the first plane comes from the coded or
 // the raw slots, the others again from the source.
-template <int W> __device__ void pack(const u64* src, const u32* elements, const u8* raw, u64 raw_stride, const u8* coded,
+template <int W> __device__ void pack(const u64* src, const u32* elements, Weights weights, const u8* raw, u64 raw_stride, const u8* coded,
                                       u64 coded_stride, const u8* modes, const u64* offsets, const u32* sizes, u8* out, u32 chunks) {
   u32 c = blockIdx.y, n = elements[c], base = (blockIdx.x * blockDim.x + threadIdx.x) * GROUP;
   if (modes[c] == CODED) copy_piece(out + offsets[c], coded + (u64)c * coded_stride, sizes[c]);
@@ -144,6 +180,7 @@ template <int W> __device__ void pack(const u64* src, const u32* elements, const
   u32 m = min(GROUP, n - base);
   Group<W> g;
   load<W>(g, (const u8*)src[c] + (u64)base * W, m);
+  link<W>(g, weights, c, base, m);
   u8* to = out + offsets[chunks + c];
   if (h_mode == UNSIGNED) {
     const int bits = W == 1 ? 3 : 7;                  // a group of 16 is 2 * bits bytes
@@ -180,7 +217,7 @@ template <int W> __device__ void pack(const u64* src, const u32* elements, const
   }
 }
 
-extern "C" __global__ void pack_whole(const u64* src, const u32* elements, const u8* raw, u64 raw_stride, const u8* coded,
+extern "C" __global__ void pack_whole(const u64* src, const u32* elements, const u64*, const u32*, const u8* raw, u64 raw_stride, const u8* coded,
                                       u64 coded_stride, const u8* modes, const u64* offsets, const u32* sizes, u8* out, u32 chunks) {
   u32 c = blockIdx.y;
   if (modes[c] == CODED) copy_piece(out + offsets[c], coded + (u64)c * coded_stride, sizes[c]);
@@ -253,18 +290,19 @@ extern "C" __global__ void merge_whole(const u8* data, const u32* elements, cons
   store<1>(out + (u64)c * out_stride + base, g, min(GROUP, n - base));
 }
 
-#define INSTANTIATE(name, W)                                                                                                        \
-  extern "C" __global__ void split_##name(const u64* src, const u32* elements, u8* slots, u64 slot_stride, u32* flags, u32 chunks) { \
-    split<W>(src, elements, slots, slot_stride, flags, chunks);                                                                     \
-  }                                                                                                                                 \
-  extern "C" __global__ void pack_##name(const u64* src, const u32* elements, const u8* raw, u64 raw_stride, const u8* coded,       \
-                                         u64 coded_stride, const u8* modes, const u64* offsets, const u32* sizes, u8* out,          \
-                                         u32 chunks) {                                                                              \
-    pack<W>(src, elements, raw, raw_stride, coded, coded_stride, modes, offsets, sizes, out, chunks);                               \
-  }                                                                                                                                 \
-  extern "C" __global__ void merge_##name(const u8* data, const u32* elements, const u8* slots, u64 slot_stride, const u8* modes,   \
-                                          const u64* offsets, u8* out, u64 out_stride, u32 chunks) {                                \
-    merge<W>(data, elements, slots, slot_stride, modes, offsets, out, out_stride, chunks);                                          \
+#define INSTANTIATE(name, W)                                                                                                       \
+  extern "C" __global__ void split_##name(const u64* src, const u32* elements, const u64* first, const u32* count, u8* slots,      \
+                                          u64 slot_stride, u32* flags, u32 chunks) {                                               \
+    split<W>(src, elements, Weights{first, count}, slots, slot_stride, flags, chunks);                                             \
+  }                                                                                                                                \
+  extern "C" __global__ void pack_##name(const u64* src, const u32* elements, const u64* first, const u32* count, const u8* raw,   \
+                                         u64 raw_stride, const u8* coded, u64 coded_stride, const u8* modes, const u64* offsets,   \
+                                         const u32* sizes, u8* out, u32 chunks) {                                                  \
+    pack<W>(src, elements, Weights{first, count}, raw, raw_stride, coded, coded_stride, modes, offsets, sizes, out, chunks);       \
+  }                                                                                                                                \
+  extern "C" __global__ void merge_##name(const u8* data, const u32* elements, const u8* slots, u64 slot_stride, const u8* modes,  \
+                                          const u64* offsets, u8* out, u64 out_stride, u32 chunks) {                               \
+    merge<W>(data, elements, slots, slot_stride, modes, offsets, out, out_stride, chunks);                                         \
   }
 INSTANTIATE(split8, 1)
 INSTANTIATE(split16, 2)
@@ -359,29 +397,4 @@ extern "C" __global__ void ans_stream_bytes(const u8* data, const u64* offsets, 
     size += head[4 + i];
   }
   if (size <= limit) bytes[c] = size;
-}
-
-// link.py on the GPU: fp32 master weights to their difference from the 16-bit weights, and back, in place. Behind `covered`, zeros.
-__device__ u32 widened(const u16* weights, u64 i, u64 covered, u32 half) {
-  if (i >= covered) return 0;
-  u32 w = weights[i];
-  if (!half) return w << 16;
-  u32 sign = (w & 0x8000) << 16, exponent = w >> 10 & 0x1f, mantissa = w & 0x3ff;
-  if (exponent == 0) return sign | __float_as_uint((float)mantissa * 5.9604644775390625e-8f);  // 2^-24
-  return sign | (exponent == 31 ? 255u : exponent + 112) << 23 | mantissa << 13;
-}
-
-extern "C" __global__ void link(u32* data, const u16* weights, u64 count, u64 covered, u32 half) {
-  u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= count) return;
-  u32 z = data[i] - widened(weights, i, covered, half);
-  z = z << 1 ^ (u32)((int)z >> 31);
-  data[i] = (z & 0x8000ffffu) | (z >> 16 & 0xff) << 23 | (z >> 24 & 0x7f) << 16;
-}
-
-extern "C" __global__ void unlink(u32* data, const u16* weights, u64 count, u64 covered, u32 half) {
-  u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= count) return;
-  u32 x = data[i], z = (x & 0x8000ffffu) | (x >> 23 & 0xff) << 16 | (x >> 16 & 0x7f) << 24;
-  data[i] = (z >> 1 ^ (0 - (z & 1))) + widened(weights, i, covered, half);
 }

@@ -55,14 +55,15 @@ def _chunk_grid(chunk_elements: int, chunks: int):
     return -(-chunk_elements // (THREADS * _GROUP)), chunks
 
 
-def split(transform: Transform, stream, chunk_elements: int, src, elements, slots, slot_stride: int, flags) -> None:
+def split(transform: Transform, stream, chunk_elements: int, src, elements, weights, slots, slot_stride: int, flags) -> None:
     """First planes of the chunks at addresses `src` (uint64 [n]) with `elements` (int32 [n]) to `slots` (uint8, a stride apart).
 
-    `flags` (int32 [3, n], zeroed) gets the OR of each plane's bytes.
+    `weights` are the addresses of the first 16-bit weights that each chunk is encoded as its difference from (uint64 [n], 0 for none), and
+    how many there are, with the top bit for fp16 (int32 [n]). `flags` (int32 [3, n], zeroed) gets the OR of each plane's bytes.
     """
     chunks = len(src)
     _launch(f"split_{transform.name}", _chunk_grid(chunk_elements, chunks),
-            (src, elements, slots, np.uint64(slot_stride), flags, np.uint32(chunks)), stream)
+            (src, elements, *weights, slots, np.uint64(slot_stride), flags, np.uint32(chunks)), stream)
 
 
 def publish(stream, values, host) -> None:
@@ -70,13 +71,13 @@ def publish(stream, values, host) -> None:
     _launch("publish", (-(-values.numel() // THREADS),), (values, host, np.uint32(values.numel())), stream)
 
 
-def pack(transform: Transform, stream, chunk_elements: int, src, elements, raw, raw_stride: int, coded, coded_stride: int, modes,
+def pack(transform: Transform, stream, chunk_elements: int, src, elements, weights, raw, raw_stride: int, coded, coded_stride: int, modes,
          offsets, sizes, out) -> None:
     """Pieces to `out`: `modes` uint8, `offsets` int64, `sizes` int32, each [planes, n]; the padding behind pieces is zeroed."""
     chunks, pieces = len(src), modes.numel()
     _launch("clear_tails", (-(-pieces // THREADS),), (out, offsets, sizes, np.uint32(pieces)), stream)
     _launch(f"pack_{transform.name}", _chunk_grid(chunk_elements, chunks),
-            (src, elements, raw, np.uint64(raw_stride), coded, np.uint64(coded_stride), modes, offsets, sizes, out,
+            (src, elements, *weights, raw, np.uint64(raw_stride), coded, np.uint64(coded_stride), modes, offsets, sizes, out,
              np.uint32(chunks)), stream)
 
 
@@ -107,10 +108,10 @@ def checksum(stream, data, offsets, lengths, crc) -> None:
     _launch("checksum", (len(offsets),), (data, offsets, lengths, steps, finals, crc), stream)
 
 
-def link(stream, data, weights, kind: str, *, undo: bool = False) -> None:
-    """`link.difference` in place, or its inverse: `data` uint8 [4 n], `weights` uint8 [2 k]."""
+def unlink(stream, data, weights, kind: str) -> None:
+    """`link.restore`: `data` uint8 [4 n], in place, `weights` uint8 [2 k]."""
     count = data.numel() // 4
-    _launch("unlink" if undo else "link", (-(-count // THREADS),),
+    _launch("unlink", (-(-count // THREADS),),
             (data, weights, np.uint64(count), np.uint64(weights.numel() // 2), np.uint32(kind == "float16")), stream)
 
 

@@ -50,14 +50,9 @@ def encode(sources: list[Source], config, progress=lambda raw_bytes: None) -> It
     groups = defaultdict(list)
     for i, source in enumerate(sources):
         device = source.data.device if source.data.is_cuda else torch.device("cuda", torch.cuda.current_device())
-        groups[device, source.transform, _is_staged(source)].append(i)
+        groups[device, source.transform, source.data.is_cuda].append(i)
     for (device, transform, _), members in groups.items():
         yield from _encode_within_memory(device, transform, config, {i: sources[i] for i in members}, progress)
-
-
-def _is_staged(source: Source) -> bool:
-    """Whether its bytes go through work memory before they are split: what is on the host, and what is not encoded as it is."""
-    return not source.data.is_cuda or source.weights is not None
 
 
 def _encode_within_memory(device, transform, config, left: dict[int, Source], progress):
@@ -227,10 +222,10 @@ class _Encoder:
             self.coded_stride = coder[0].slot_bytes(torch.empty(self.plane_stride, dtype=torch.uint8, device=self.device))
         raw = self.per_chunk * self.transform.width
         out = sum(int(aligned(plane.raw_bytes(self.per_chunk))) for plane in self.transform.planes)
-        self.staged = bool(self.sources) and _is_staged(self.sources[0])
+        self.staged = bool(self.sources) and not self.sources[0].data.is_cuda
         staging = raw + ALIGN if self.staged else 0
         work = self.plane_stride, self.coded_stride, out, staging
-        lists = 80 * len(self.elements) + LISTS  # of all chunks, and what goes up for a tile
+        lists = 92 * len(self.elements) + LISTS  # of all chunks, and what goes up for a tile
         budget = (self.config.gpu_memory - lists) // SLOTS // sum(work)
         self.tile_chunks = max(1, min(budget, MAX_TILE // raw, MAX_CHUNKS, len(self.elements)))
         return [_Slot(stream, c, *(self.tile_chunks * nbytes for nbytes in work)) for stream, c in zip(streams, coder)]
@@ -249,15 +244,29 @@ class _Encoder:
         addresses = self._staged_addresses(tiles) if self.staged else \
             np.array([source.data.data_ptr() for source in self.sources] or [0], np.int64)[self.source] + self.start
         places = np.arange(self.tile_chunks, dtype=np.int64)
-        self.src, self.lengths, self.places, self.coded_places, elements, sizes = _upload(
+        self.src, self.lengths, self.places, self.coded_places, elements, sizes, *self.weights = _upload(
             self.device, addresses, aligned(self.sizes), places * self.plane_stride, places * self.coded_stride,
-            self.elements.astype(np.int32), self.sizes.astype(np.int32))
+            self.elements.astype(np.int32), self.sizes.astype(np.int32), *self._weights())
         self.flags = torch.zeros(3 * len(self.elements), dtype=torch.int32, device=self.device)
         self.limits = torch.full((self.tile_chunks,), self.coded_stride, dtype=torch.int32, device=self.device)
         self.device_elements, self.device_sizes = elements, sizes
         self.results = torch.zeros(7 * len(self.elements), dtype=torch.int32, device="cpu", pin_memory=True)
         for stream in (*(tile.slot.stream for tile in tiles[:SLOTS]), self.copies):  # the uploads are on the current one
             stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def _weights(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of each chunk, where the weights are that it is encoded as the difference from, int64 [n]; and how many, int32 [n]."""
+        weights = [source.weights and source.weights.to(self.device) for source in self.sources]
+        self._keep = weights
+        if not any(weights):
+            none = np.zeros(len(self.source), np.int64)
+            return none, none.astype(np.int32)
+        first = np.array([max(1, w.data.data_ptr()) if w else 0 for w in weights], np.int64)[self.source]
+        count = np.array([w.data.numel() // 2 if w else 0 for w in weights], np.int64)[self.source]
+        half = np.array([bool(w) and w.kind == "float16" for w in weights])[self.source]
+        before = self.start // self.transform.width
+        count = np.clip(count - before, 0, self.elements) | np.where(half, np.int64(1) << 31, 0)
+        return np.where(first != 0, first + 2 * before, 0), count.astype(np.uint32).view(np.int32)
 
     def _staged_addresses(self, tiles):
         """Where chunks of host sources will be: each source's part of a tile in one piece, on 16 bytes. `copies` is how they get there."""
@@ -286,10 +295,10 @@ class _Encoder:
         slot, part, n = tile.slot, tile.part, tile.part.stop - tile.part.start
         with torch.cuda.stream(slot.stream):
             for at, i, begin, end in self.staging_copies[part.start] if self.staged else ():
-                self._stage(self.sources[i], begin, end, slot.staging[at:at + end - begin], slot.stream)
+                slot.staging[at:at + end - begin].copy_(self.sources[i].data[begin:end], non_blocking=True)
             flags = self.flags[3 * part.start:3 * part.stop]
-            kernels.split(self.transform, slot.stream, self.per_chunk, self.src[part], self.device_elements[part], slot.planes,
-                          self.plane_stride, flags)
+            kernels.split(self.transform, slot.stream, self.per_chunk, self.src[part], self.device_elements[part],
+                          self._weights_of(part), slot.planes, self.plane_stride, flags)
             kernels.publish(slot.stream, flags, self._result(part, 0, 3))
             kernels.checksum(slot.stream, slot.planes, self.places[:n], self.lengths[part], self._result(part, 3))
             if slot.coder and self.prospects.worth(*self._sources_of(part)):
@@ -304,10 +313,8 @@ class _Encoder:
                                                  self.limits[:n], self._result(part, 4))
             tile.coded_event = slot.stream.record_event()
 
-    def _stage(self, source, begin, end, here, stream):
-        here.copy_(source.data[begin:end], non_blocking=True)
-        if source.weights is not None:
-            kernels.link(stream, here, source.weights.part(begin, end).to(self.device, non_blocking=True), source.weights.kind)
+    def _weights_of(self, part) -> list[torch.Tensor]:
+        return [column[part] for column in self.weights]
 
     def _sources_of(self, part) -> tuple[int, int]:
         return int(self.source[part.start]), int(self.source[part.stop - 1])
@@ -366,8 +373,8 @@ class _Encoder:
             if slot.copied is not None:
                 slot.stream.wait_event(slot.copied)
             there, lengths, piece_sizes, modes = _upload(self.device, offsets, spans, size, mode)
-            kernels.pack(transform, slot.stream, self.per_chunk, self.src[part], self.device_elements[part], slot.planes,
-                         self.plane_stride, slot.coded, self.coded_stride, modes, there, piece_sizes, slot.out)
+            kernels.pack(transform, slot.stream, self.per_chunk, self.src[part], self.device_elements[part], self._weights_of(part),
+                         slot.planes, self.plane_stride, slot.coded, self.coded_stride, modes, there, piece_sizes, slot.out)
             kernels.checksum(slot.stream, slot.out, there[0], lengths, self._result(part, 5))
             tile.packed_event = slot.stream.record_event()
 

@@ -1,6 +1,8 @@
 """What was encoded as a difference from 16-bit weights becomes fp32 again; and how weights are told from others."""
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 import torch
 from isal.isal_zlib import crc32
@@ -18,7 +20,7 @@ def restore(data: torch.Tensor, weights: Weights) -> None:
     """Inverse of `link.difference`, in place: `data` uint8 [4 n], and `weights` on its device."""
     if data.is_cuda and gpu_missing() is None:
         from ..encoding import kernels
-        kernels.link(torch.cuda.current_stream(data.device), data, weights.data, weights.kind, undo=True)
+        kernels.unlink(torch.cuda.current_stream(data.device), data, weights.data, weights.kind)
         return
     here, ours = data.cpu().numpy(), weights.to("cpu")
     list(threads.pool().map(lambda at: link.restore(here[at:at + PART], ours.part(at, at + PART).numpy(), ours.kind), range(0, len(here), PART)))
@@ -41,18 +43,39 @@ def fits(master: torch.Tensor, weights: Weights) -> bool:
     return np.count_nonzero(coded) <= len(coded) // 64
 
 
-def digest(weights: torch.Tensor) -> int:
+class Digest:
+    """CRC-32 of uint8 [n] on any device. On a GPU it is computed behind what is asked for next; `value` waits for it."""
+
+    def __init__(self, data: torch.Tensor):
+        self._data, self._found = data, None
+        if data.is_cuda and gpu_missing() is None:
+            self._begin(data)
+
+    def _begin(self, data: torch.Tensor) -> None:
+        from ..encoding import kernels
+        from .device import upload
+        whole = data.numel() // 16 * 16
+        starts = np.arange(0, whole, PART, dtype=np.int64)
+        lengths = np.minimum(whole - starts, PART)
+        stream = torch.cuda.Stream(data.device)
+        stream.wait_stream(torch.cuda.current_stream(data.device))
+        with torch.cuda.stream(stream):
+            crcs = torch.zeros(len(starts), dtype=torch.int32, device=data.device)
+            if whole:
+                aligned = data if data.data_ptr() % 4 == 0 else data.clone()
+                kernels.checksum(stream, aligned, *upload(data.device, starts, lengths), crcs)
+            self._found = stream, crcs, data[whole:], lengths
+
+    @cached_property
+    def value(self) -> int:
+        if self._found is None:
+            return crc32(self._data.cpu().numpy())
+        stream, crcs, tail, lengths = self._found
+        with torch.cuda.stream(stream):
+            crcs, tail = crcs.cpu().numpy().view(np.uint32), tail.cpu().numpy()
+        return checksums.join(np.append(crcs, np.uint32(crc32(tail))), np.append(lengths, len(tail)))
+
+
+def digest(data: torch.Tensor) -> int:
     """CRC-32 of uint8 [n] on any device."""
-    if not weights.is_cuda or gpu_missing() is not None:
-        return crc32(weights.cpu().numpy())
-    from ..encoding import kernels
-    from .device import upload
-    whole = weights.numel() // 16 * 16
-    starts = np.arange(0, whole, PART, dtype=np.int64)
-    lengths = np.minimum(whole - starts, PART)
-    found = torch.zeros(len(starts), dtype=torch.int32, device=weights.device)
-    if whole:
-        aligned = weights if weights.data_ptr() % 4 == 0 else weights.clone()
-        kernels.checksum(torch.cuda.current_stream(weights.device), aligned, *upload(weights.device, starts, lengths), found)
-    tail = weights[whole:].cpu().numpy()
-    return checksums.join(np.append(found.cpu().numpy().view(np.uint32), np.uint32(crc32(tail))), np.append(lengths, len(tail)))
+    return Digest(data).value
