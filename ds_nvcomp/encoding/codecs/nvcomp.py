@@ -5,6 +5,7 @@ bitstreams only: sizes, checksums and the rest are FORMAT.md's business.
 """
 from __future__ import annotations
 
+import functools
 import threading
 
 import torch
@@ -27,12 +28,22 @@ _OPTIONS = {
 }
 
 
+def _on_device(method):
+    """nvCOMP works on CUDA's current device, whatever its codec was made for: on a second one it refused all (seen with two GPUs)."""
+    @functools.wraps(method)
+    def function(self, *args, **kwargs):
+        with torch.cuda.device(self.device):
+            return method(self, *args, **kwargs)
+    return function
+
+
 class Batch:
     """Coded chunks in slots, a stride apart; `sizes()` waits for the coder."""
 
-    def __init__(self, arrays):
-        self._arrays = arrays
+    def __init__(self, arrays, device: torch.device):
+        self._arrays, self.device = arrays, device
 
+    @_on_device
     def sizes(self) -> list[int]:
         return self._arrays.buffer_sizes
 
@@ -45,16 +56,20 @@ class GpuCodec:
     """
 
     def __init__(self, codec: CodecId, chunk_bytes: int, stream: torch.cuda.Stream, *, exponents: bool):
-        self._codec = nvcomp.Codec(algorithm=codec.nvcomp, device_id=stream.device.index, cuda_stream=stream.cuda_stream,
-                                   uncomp_chunk_size=chunk_bytes, bitstream_kind=nvcomp.BitstreamKind.RAW,
-                                   **_OPTIONS.get(codec.nvcomp, lambda exponents: {})(exponents))
+        self.device = stream.device
+        with torch.cuda.device(self.device):
+            self._codec = nvcomp.Codec(algorithm=codec.nvcomp, device_id=stream.device.index, cuda_stream=stream.cuda_stream,
+                                       uncomp_chunk_size=chunk_bytes, bitstream_kind=nvcomp.BitstreamKind.RAW,
+                                       **_OPTIONS.get(codec.nvcomp, lambda exponents: {})(exponents))
         self._encoding = self._decoding = (None,)
 
+    @_on_device
     def slot_bytes(self, raw: torch.Tensor) -> int:
         """What a slot must hold for a chunk like `raw` (uint8), a multiple of 16: nvCOMP's bound, with the room that it asks for."""
         bound = self._codec.get_max_comp_buffer_size(nvcomp.as_array(raw))
         return -(-(bound + 4096) // 256) * 256
 
+    @_on_device
     def encode(self, raw: torch.Tensor, raw_stride: int, sizes: list[int], slots: torch.Tensor, slot_bytes: int) -> Batch:
         """Code `sizes` bytes at each stride of `raw` into the slots."""
         key = raw.data_ptr(), raw_stride, slots.data_ptr(), slot_bytes, sizes
@@ -64,12 +79,13 @@ class GpuCodec:
                               nvcomp.as_arrays(slots, [i * slot_bytes for i in starts], [slot_bytes] * len(sizes)),
                               self._codec.compression_config(sizes))
         _, source, out, config = self._encoding
-        return Batch(self._codec.encode(source, out=out, compression_config=config))
+        return Batch(self._codec.encode(source, out=out, compression_config=config), self.device)
 
     def release(self) -> None:
         """Let go of the buffers of the last calls."""
         self._encoding = self._decoding = (None,)
 
+    @_on_device
     def decode(self, data: torch.Tensor, offsets: list[int], sizes: list[int], out: torch.Tensor, out_offsets: list[int],
                raw_sizes: list[int]):
         """Decode pieces of `data` to their places in `out`. What is returned must be kept until that is done.
