@@ -15,9 +15,9 @@ import re
 import threading
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Iterable, Iterator
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
@@ -32,7 +32,7 @@ from torch.futures import Future
 
 from .archive import files
 from .archive.items import encode_items
-from .archive.part import check_records, load_part
+from .archive.part import Part, check_records, find_part, read_parts
 from .checkpoint import metadata_seal
 from .checkpoint.auto import Chooser
 from .config import Config
@@ -40,7 +40,7 @@ from .errors import ArchiveError, ConfigError, DsNvcompError, EncodeError, SaveE
 
 __all__ = ["NvcompWriter", "NvcompReader"]
 
-GROUP = 1 << 30  # raw bytes that are encoded together, while those before are written
+GROUP = 1 << 30  # raw bytes that are encoded together, while those before are written, or decoded together
 
 _ITEMS = re.compile(r"__\d+_.*\.distcp")
 
@@ -161,11 +161,15 @@ class NvcompReader(FileSystemReader):
                     self._check(request)
             else:
                 by_file[info.relative_path].append(request)
-        for name, requests in by_file.items():
-            path = os.fspath(self.fs.concat_path(self.path, name))
-            mapped = torch.UntypedStorage.from_file(path, False, os.stat(path).st_size)
-            for request in requests:
-                self._read(path, mapped, request, planner)
+        # Where a GPU decodes, those that come next are found meanwhile; without one that gains nothing.
+        finding = ThreadPoolExecutor(1, thread_name_prefix="ds_nvcomp find") if torch.cuda.is_initialized() else None
+        try:
+            found = (finding.map if finding else map)(lambda where: self._find(*where), self._mapped(by_file))
+            for group in _groups(self._wanted(*one, planner) for one in found):
+                self._read(group, planner)
+        finally:
+            if finding:
+                finding.shutdown(cancel_futures=True)
         return super().read_data(replace(plan, items=others), planner)
 
     @classmethod
@@ -181,19 +185,42 @@ class NvcompReader(FileSystemReader):
         except DsNvcompError as err:
             raise err.at(path=path, tensor=request.storage_index.fqn)
 
-    def _read(self, path: str, mapped: torch.UntypedStorage, request: ReadItem, planner: LoadPlanner) -> None:
-        """One tensor, or as much of it as is wanted, to where the planner wants it."""
-        info, target = self.storage_data[request.storage_index], planner.resolve_tensor(request).detach()
+    def _mapped(self, by_file: dict[str, list[ReadItem]]) -> Iterator[tuple[str, torch.UntypedStorage, ReadItem]]:
+        for name, requests in by_file.items():
+            path = os.fspath(self.fs.concat_path(self.path, name))
+            mapped = torch.UntypedStorage.from_file(path, False, os.stat(path).st_size)
+            for request in requests:
+                yield path, mapped, request
+
+    def _find(self, path: str, mapped: torch.UntypedStorage, request: ReadItem) -> tuple[str, ReadItem, Part]:
+        """Where one tensor is, or as much of it as is wanted."""
+        info = self.storage_data[request.storage_index]
         try:
-            found = load_part(path, mapped, info.offset, info.length, target.device, request.storage_offsets, request.lengths,
-                              self._sizes(request.storage_index))
-            self._check_kind(request.storage_index.fqn, found.dtype)
-            if target.size() != found.size():
-                raise ArchiveError(f"The planner wants {tuple(target.size())}, the item has {tuple(found.size())}.")
+            part = find_part(path, mapped, info.offset, info.length, request.storage_offsets, request.lengths,
+                             self._sizes(request.storage_index))
+            self._check_kind(request.storage_index.fqn, part.dtype)
+            return path, request, part
         except DsNvcompError as err:
             raise err.at(path=path, tensor=request.storage_index.fqn)
-        target.copy_(found)
-        planner.commit_tensor(request, target)
+
+    def _wanted(self, path: str, request: ReadItem, part: Part, planner: LoadPlanner) -> _Wanted:
+        target = planner.resolve_tensor(request).detach()
+        if tuple(target.size()) != part.sizes:
+            raise ArchiveError(f"The planner wants {tuple(target.size())}, the item has {part.sizes}.", path=path,
+                               tensor=request.storage_index.fqn)
+        return _Wanted(path, request, target, part)
+
+    def _read(self, group: list[_Wanted], planner: LoadPlanner) -> None:
+        """Parts that are wanted on one device, decoded together."""
+        found = read_parts([wanted.part for wanted in group], group[0].target.device)
+        for wanted in group:
+            try:
+                data = next(found)
+            except DsNvcompError as err:
+                raise err.at(path=wanted.path, tensor=wanted.request.storage_index.fqn)
+            wanted.target.copy_(data)
+            planner.commit_tensor(wanted.request, wanted.target)
+        found.close()
 
     def _sizes(self, index: MetadataIndex) -> tuple[int, ...] | None:
         """The shape that the metadata give an item; None where they do not say."""
@@ -208,6 +235,28 @@ class NvcompReader(FileSystemReader):
         if said != dtype and not (said.is_floating_point and dtype.is_floating_point):
             raise ArchiveError(f"The item is {dtype}, the metadata say {said}. Files of different saves are mixed here; restore the "
                                "directory from a copy.")
+
+
+@dataclass
+class _Wanted:
+    """What is asked for, where it is to be, and where it is."""
+    path: str
+    request: ReadItem
+    target: torch.Tensor
+    part: Part
+
+
+def _groups(found: Iterable[_Wanted]) -> Iterator[list[_Wanted]]:
+    """Of about `GROUP` bytes, each for one device."""
+    group, filled = [], 0
+    for wanted in found:
+        if group and (filled + wanted.part.room > GROUP or wanted.target.device != group[0].target.device):
+            yield group
+            group, filled = [], 0
+        group.append(wanted)
+        filled += wanted.part.room
+    if group:
+        yield group
 
 
 class _Local(FileSystem):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
 import zipfile
 
 import pytest
@@ -17,11 +18,13 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import ds_nvcomp.dcp
+from ds_nvcomp.archive import part
 from ds_nvcomp.archive.items import Item, encode_items
-from ds_nvcomp.archive.part import load_part
+from ds_nvcomp.archive.part import find_part, load_part
 from ds_nvcomp.config import Config
 from ds_nvcomp.dcp import NvcompReader, NvcompWriter
 from ds_nvcomp.errors import ChecksumError, ConfigError, DsNvcompError
+from ds_nvcomp.pipeline import decode_payload
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 READERS = {"torch's reader": FileSystemReader, "ours": NvcompReader}
@@ -183,6 +186,112 @@ def test_only_the_chunks_of_a_part_are_read(tmp_path):
     assert_same(load_part(path, mapped, 0, len(damaged), torch.device("cpu"), [100, 0], [200, 1000]), tensor[100:300])
     with pytest.raises(ChecksumError):
         load_part(path, mapped, 0, len(damaged), torch.device("cpu"), [0, 0], [1000, 1000])
+
+
+@pytest.fixture
+def many(tmp_path):
+    """A file of items of all kinds, where they are in it, and the tensors."""
+    tensors = [torch.randn(n) * 0.02 if i % 3 else torch.arange(n) for i, n in enumerate((0, 1, 3000, 70_000, 300_000, 9000, 120_000, 1 << 18))]
+    tensors += [(torch.randn(400, 300) * 0.02).bfloat16(), torch.zeros(90_000)]
+    items = encode_items(tensors, Config(codec="deflate", chunk_bytes=4096))
+    plain = io.BytesIO()
+    torch.save(tensors[4], plain)
+    items, tensors = [*items, plain], [*tensors, tensors[4]]
+    places, at = [], 7
+    with open(tmp_path / "file", "wb") as file:
+        for item in items:
+            file.seek(at)
+            places.append((at, len(item.getbuffer())))
+            file.write(item.getbuffer())
+            at += len(item.getbuffer())
+    return tmp_path / "file", places, tensors
+
+
+def find_all(path, places, tensors):
+    mapped = torch.UntypedStorage.from_file(str(path), False, path.stat().st_size)
+    return [find_part(path, mapped, *place, [0] * tensor.dim(), tensor.shape) for place, tensor in zip(places, tensors)]
+
+
+def together(monkeypatch, fails=False):
+    """As if a GPU decoded: results are parts of one storage, with room for whole chunks of each."""
+    calls = []
+
+    def decode_many(payloads, device):
+        calls.append(len(payloads))
+        starts = [0]
+        for _, header, *_ in payloads:
+            starts.append(starts[-1] + header.chunks * header.chunk_elements * header.transform.width)
+        out = torch.empty(starts[-1], dtype=torch.uint8)
+        found = [out[start:start + header.raw_bytes] for start, (_, header, *_) in zip(starts, payloads)]
+        for to, (data, *parsed) in zip(found, payloads):
+            to.copy_(decode_payload(data, parsed))
+        if fails:
+            raise torch.OutOfMemoryError("made up")
+        return found
+
+    monkeypatch.setitem(sys.modules, "ds_nvcomp.pipeline.gpu_decode", types.SimpleNamespace(decode_many=decode_many))
+    monkeypatch.setattr(ds_nvcomp.pipeline, "gpu_decode", sys.modules["ds_nvcomp.pipeline.gpu_decode"], raising=False)
+    monkeypatch.setattr(part, "_on_gpu", lambda parts, device: {i for i, part in enumerate(parts) if part.parsed is not None})
+    return calls
+
+
+@pytest.mark.parametrize("how", ["one by one", "threads", "together", "together fails"])
+def test_many_parts(many, how, monkeypatch):
+    path, places, tensors = many
+    monkeypatch.setattr(part.threads, "count", lambda threads: 4 if how == "threads" else 2)
+    calls = together(monkeypatch, "fails" in how) if "together" in how else None
+    found = list(part.read_parts(find_all(path, places, tensors), "cpu"))
+    assert len(found) == len(tensors) and calls in (None, [8])
+    for one, tensor in zip(found, tensors):
+        assert_same(one, tensor)
+    assert list(part.read_parts([], "cpu")) == []
+
+
+@pytest.mark.parametrize("how", ["one by one", "threads", "together"])
+@pytest.mark.parametrize("damaged", [3, 8, 10])
+def test_many_parts_of_which_one_is_damaged(many, how, damaged, monkeypatch):
+    """Those before it come, and the error when it is its turn."""
+    path, places, tensors = many
+    data = bytearray(path.read_bytes())
+    data[places[damaged][0] + places[damaged][1] // 2] ^= 1
+    path.write_bytes(data)
+    monkeypatch.setattr(part.threads, "count", lambda threads: 4 if how == "threads" else 2)
+    if how == "together":
+        together(monkeypatch)
+    found = part.read_parts(find_all(path, places, tensors), "cpu")
+    for tensor in tensors[:damaged]:
+        assert_same(next(found), tensor)
+    with pytest.raises(ChecksumError):
+        next(found)
+
+
+@pytest.mark.parametrize("one_file", [True, False])
+@pytest.mark.parametrize("group", [1, 300_000, 1 << 30])
+def test_a_reader_decodes_in_groups(tmp_path, monkeypatch, group, one_file):
+    value = {f"t{i}": torch.randn(n) for i, n in enumerate((1, 2000, 70_000, 60_000, 300_000, 9, 50_000))}
+    save(tmp_path, value, single_file_per_rank=one_file)
+    groups, read = [], ds_nvcomp.dcp.read_parts
+
+    def noting(parts, device):
+        groups.append(sum(one.room for one in parts) if len(parts) > 1 else 0)
+        return read(parts, device)
+
+    monkeypatch.setattr(ds_nvcomp.dcp, "read_parts", noting)
+    monkeypatch.setattr(ds_nvcomp.dcp, "GROUP", group)
+    assert_same(load(NvcompReader(tmp_path), value), value)
+    assert max(groups) <= group and len(groups) == {1: 7, 300_000: len(groups), 1 << 30: 1}[group]
+
+
+def test_a_damaged_item_of_many_is_named(tmp_path):
+    value = {f"t{i}": torch.randn(3000) for i in range(20)}
+    save(tmp_path, value)
+    info = next(info for index, info in NvcompReader(tmp_path).read_metadata().storage_data.items() if index.fqn == "t13")
+    path = tmp_path / info.relative_path
+    data = bytearray(path.read_bytes())
+    data[info.offset + info.length // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(dcp.CheckpointException, match="tensor 't13', chunk 0"):
+        load(NvcompReader(tmp_path), value)
 
 
 # -- several processes --------------------------------------------------------------------------------------------------------

@@ -173,8 +173,8 @@ def _plainly(fd: int, buffers: Sequence, offset: int) -> None:
 
 @contextmanager
 def replacing(path, *, fsync: bool, name: str | None = None):
-    """A hidden path beside `path` to write a file to. At the end it takes the name `path`, durably if `fsync`; after an exception it is gone,
-    and what was at `path` is there. Raises OSError.
+    """A hidden path beside `path` to write a file to. At the end it takes the name `path`, durably if `fsync`; after an exception it is
+    gone, and what was at `path` is there. Raises OSError.
 
     With `name` that is the path's name, the same each time. Else nobody else has the name, so several may write at once; the file is locked
     as long as it is written, and those that a killed process left for the same `path` are removed first.

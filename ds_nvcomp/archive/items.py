@@ -71,9 +71,9 @@ def _item_of(whole: torch.Tensor) -> Item:
 
 
 def encode_items(objs: Sequence, config: Config, names: Sequence[str] = ()) -> list[io.BytesIO]:
-    """An `Item` for each of `objs`: a tensor, or an io.BytesIO that torch.save has written to, whose content is saved anew, however small: in
-    a torch zip nobody would notice other bits. An `Item`, and what is no torch zip, stays as it is. `names` are what errors call them, also
-    when they are read again.
+    """An `Item` for each of `objs`: a tensor, or an io.BytesIO that torch.save has written to, whose content is saved anew, however small:
+    in a torch zip nobody would notice other bits. An `Item`, and what is no torch zip, stays as it is. `names` are what errors call them,
+    also when they are read again.
 
     The objects may change when this returns, and nothing keeps their large storages. Raises `EncodeError`, `CodecUnavailableError`.
     """

@@ -23,7 +23,7 @@ from ds_nvcomp.config import Config  # noqa: E402
 from ds_nvcomp.encoding import codecs, format, transforms  # noqa: E402
 from ds_nvcomp.encoding.codecs import nvcomp  # noqa: E402
 from ds_nvcomp.errors import ChecksumError, CodecUnavailableError, DecodeError, UntrustedCodecError  # noqa: E402
-from ds_nvcomp.pipeline import Source, cpu, decode_payload, encode, gpu, parse_payload  # noqa: E402
+from ds_nvcomp.pipeline import Source, cpu, decode_payload, encode, gpu, gpu_decode as gpu_decode_module, parse_payload  # noqa: E402
 
 DEVICE = torch.device("cuda", torch.cuda.current_device())
 GPU_ONLY = [name for name in CODECS if name not in CPU_CODECS]
@@ -521,3 +521,73 @@ def test_payload_on_the_device_decodes_there():
 def test_registry_is_complete_on_the_gpu():
     for codec in codecs.BY_NAME.values():
         assert codec.nvcomp or codec is codecs.NONE
+
+
+# --- Many payloads at once ----------------------------------------------------------------------------------------------------
+
+def of_all_sizes(codec):
+    """Payloads on the host, of which some are alike, and their bytes."""
+    counts = 0, 1, 15, 4096, 5000, 70_001, 300_000
+    given = [Source(data.view(torch.uint8), transforms.for_dtype(name))
+             for count in counts for name, data in (
+                 ("float32", torch.randn(count) * 0.02), ("float32", torch.zeros(count)), ("bfloat16", torch.randn(count).bfloat16()),
+                 ("int64", torch.arange(count)), ("uint8", torch.randint(0, 255, (count,), dtype=torch.uint8)))]
+    config = Config(codec=codec, chunk_bytes=16 << 10)
+    encoded = in_order(gpu.encode([replace(source, data=source.data.to(DEVICE)) for source in given], config))
+    found = [torch.from_numpy(joined(payload).copy()) for payload in encoded]
+    return [(data, *parse_payload(data)) for data in found], [source.data for source in given]
+
+
+@pytest.mark.parametrize("tile", [1 << 16, 256 << 20])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("codec", CODECS)
+def test_many_payloads_at_once(codec, device, tile, monkeypatch):
+    """The same bytes as one by one, in any order, also where a tile ends within a payload."""
+    monkeypatch.setattr(gpu_decode_module, "STAGED_TILE", tile)
+    device = DEVICE if device == "cuda" else torch.device("cpu")
+    payloads, expected = of_all_sizes(codec)
+    payloads.append((payloads[5][0].to(DEVICE), *payloads[5][1:]))  # one that is on the GPU already
+    expected.append(expected[5])
+    order = np.random.default_rng(0).permutation(len(payloads))
+    found = gpu_decode_module.decode_many([payloads[i] for i in order], device)
+    for i, data in zip(order, found):
+        alone = gpu.decode(*payloads[i], device)
+        assert data.device == alone.device == device and torch.equal(data, alone) and torch.equal(data.cpu(), expected[i])
+
+
+@pytest.mark.parametrize("codec", ["deflate", "ans", "none"])
+def test_damage_in_one_payload_of_many(codec):
+    payloads, _ = of_all_sizes(codec)
+    data, header, table, own = payloads[-5]
+    assert header.chunks > 20
+    chunk = 17
+    data[header.data_start + int(table.piece_offsets[0, chunk])] ^= 1
+    with pytest.raises(ChecksumError) as caught:
+        gpu_decode_module.decode_many(payloads, DEVICE)
+    assert caught.value.chunk == chunk
+
+
+@pytest.mark.parametrize("codec", ["deflate", "ans"])
+def test_dcp_reader(codec, tmp_path, monkeypatch):
+    """In groups, each decoded at once; and a damaged item is named."""
+    import torch.distributed.checkpoint as dcp
+    from ds_nvcomp.dcp import NvcompReader, NvcompWriter
+    value = {f"t{i}": torch.randn(1 + 997 * i, device=DEVICE) * 0.02 for i in range(200)} | {"cpu": torch.randn(50_000)}
+    dcp.save(value, storage_writer=NvcompWriter(tmp_path, {"codec": codec, "fsync": False}), no_dist=True)
+    many, calls = gpu_decode_module.decode_many, []
+    monkeypatch.setattr(gpu_decode_module, "decode_many", lambda payloads, device: calls.append(len(payloads)) or many(payloads, device))
+
+    def load():
+        found = {name: torch.zeros_like(data) for name, data in value.items()}
+        dcp.load(found, storage_reader=NvcompReader(tmp_path), no_dist=True)
+        return found
+    found = load()
+    assert all(torch.equal(found[name], data) and found[name].device == data.device for name, data in value.items())
+    assert max(calls) > 100
+    info = next(info for index, info in NvcompReader(tmp_path).read_metadata().storage_data.items() if index.fqn == "t150")
+    path = tmp_path / info.relative_path
+    data = bytearray(path.read_bytes())
+    data[info.offset + info.length // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(dcp.CheckpointException, match="tensor 't150'"):
+        load()
