@@ -504,10 +504,10 @@ def test_two_devices(codec):
     obj = {"a": archive.numbers(70_000).to("cuda:0"), "b": archive.numbers(70_000, seed="b").to("cuda:1"), "c": archive.numbers(5000)}
     data = archive.saved(obj, {"codec": codec, "fsync": False})
     assert located(data) == {"cpu", "cuda:0", "cuda:1"}
-    found = torch.load(io.BytesIO(data))
+    found = torch.load(io.BytesIO(data), weights_only=False)
     for name, tensor in obj.items():
         assert found[name].device == tensor.device and archive.bits(found[name]) == archive.bits(tensor)
-    found = torch.load(io.BytesIO(data), map_location="cuda:1")
+    found = torch.load(io.BytesIO(data), map_location="cuda:1", weights_only=False)
     assert {tensor.device for tensor in found.values()} == {torch.device("cuda:1")}
 
 
