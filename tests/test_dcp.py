@@ -21,9 +21,12 @@ import ds_nvcomp.dcp
 from ds_nvcomp.archive import part
 from ds_nvcomp.archive.items import Item, encode_items
 from ds_nvcomp.archive.part import find_part, load_part
+from ds_nvcomp.archive.link import Link
+from ds_nvcomp.archive.writer import write
 from ds_nvcomp.config import Config
 from ds_nvcomp.dcp import NvcompReader, NvcompWriter
-from ds_nvcomp.errors import ChecksumError, ConfigError, DsNvcompError
+from ds_nvcomp.errors import ChecksumError, ConfigError, DsNvcompError, LinkError
+from ds_nvcomp.pipeline import Weights
 from ds_nvcomp.pipeline import decode_payload
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -527,3 +530,14 @@ def test_items_without_bytes(tmp_path, state):
     found = {name: torch.zeros_like(value) if isinstance(value, torch.Tensor) else None for name, value in state.items()}
     dcp.load(found, storage_reader=NvcompReader(tmp_path), no_dist=True)
     assert all(torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value for name, value in state.items())
+
+
+def test_an_item_is_no_difference_from_weights_elsewhere(tmp_path):
+    """A linked storage is for files that lie beside the one it is linked to; read as an item it would be other numbers."""
+    master = torch.randn(9000)
+    weights = Weights(master.bfloat16().view(torch.uint8), "bfloat16")
+    write(master, tmp_path / "item", Config(), root="item", links={master.data_ptr(): Link(weights, "m.pt", [("module.w", 0, 9000)])})
+    size = os.path.getsize(tmp_path / "item")
+    mapped = torch.UntypedStorage.from_file(str(tmp_path / "item"), False, size)
+    with pytest.raises(LinkError, match="An item of a distributed checkpoint has no file beside it"):
+        load_part(tmp_path / "item", mapped, 0, size, "cpu", (0,), (9000,))

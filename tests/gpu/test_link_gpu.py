@@ -3,11 +3,15 @@ import pytest
 import torch
 from isal.isal_zlib import crc32
 
-from ds_nvcomp.archive.link import Link
-from ds_nvcomp.archive.writer import write
-from ds_nvcomp.config import Config
-from ds_nvcomp.encoding import link as arithmetic, transforms
-from ds_nvcomp.pipeline import Source, Weights, encode, link
+from conformance import gpu_or_skip
+
+gpu_or_skip()
+
+from ds_nvcomp.archive.link import Link  # noqa: E402
+from ds_nvcomp.archive.writer import write  # noqa: E402
+from ds_nvcomp.config import Config  # noqa: E402
+from ds_nvcomp.encoding import link as arithmetic, transforms  # noqa: E402
+from ds_nvcomp.pipeline import Source, Weights, encode, link  # noqa: E402
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -54,7 +58,7 @@ def test_restore(kind, count, covered):
 @pytest.mark.parametrize("nbytes, start", [(0, 0), (2, 0), (16, 0), (1 << 20, 0), (3_000_002, 0), (3_000_002, 2), ((5 << 20) + 34, 16)])
 def test_digest(nbytes, start):
     data = torch.randint(0, 256, (start + nbytes,), dtype=torch.uint8)[start:]
-    assert link.digest(data.cuda()[:] if start == 0 else torch.cat([data[:start], data]).cuda()[len(data[:start]):]) == crc32(data.numpy())
+    assert link.digest(data.cuda()) == crc32(data.numpy())
     shifted = torch.zeros(start + nbytes, dtype=torch.uint8, device="cuda")[start:]
     shifted.copy_(data)
     assert link.digest(shifted) == crc32(data.numpy())
