@@ -396,6 +396,8 @@ def _as_dict(scanned) -> dict:
             entry |= dict(codec=stored.encoding.codec.name, codec_revision=header.codec_revision,
                           transform=header.transform.name, chunks=header.chunks, chunk_elements=header.chunk_elements,
                           pieces=stored.encoding.pieces, by=stored.encoding.by)
+            if stored.encoding.linked:
+                entry |= dict(linked_to=stored.encoding.linked.file, linked_kind=stored.encoding.linked.kind)
         if item:
             entry |= dict(fqn=item.fqn, chunk_offsets=item.offsets, file=item.file, item_offset=item.start, item_bytes=item.length,
                           transforms=item.transforms)
@@ -414,6 +416,8 @@ def _print_tensors(scanned):
             header, pieces = stored.encoding.header, stored.encoding.pieces
             how = (f"{stored.encoding.codec.name}, {header.transform.name}, {_count(header.chunks, 'chunk')}; pieces: "
                    + ", ".join(f"{n} {kind}" for kind, n in pieces.items() if n))
+            if stored.encoding.linked:
+                how += f"; difference from the {stored.encoding.linked.kind} weights in {stored.encoding.linked.file}"
         sizes = ("", "", "") if row.shares is not None else (_size(row.raw_bytes), _size(row.stored_bytes),
                                                              _percent(row.stored_bytes, row.raw_bytes))
         table.add_row(*_cells(row.name or "-", row.dtype, "x".join(map(str, row.shape)) or "scalar", *sizes, how))

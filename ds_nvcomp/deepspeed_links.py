@@ -10,6 +10,7 @@ import os
 import torch
 
 from .archive.link import Link
+from .archive.scan import NAME_CHARS
 from .log import logger
 from .pipeline import Weights
 
@@ -33,7 +34,7 @@ def links_of(host) -> dict[int, Link]:
             if link is not None:
                 found[master.data_ptr()] = link
         return found
-    except (AttributeError, TypeError, IndexError) as err:  # another version's optimizer: nothing is linked, and nothing is lost
+    except Exception as err:  # another version's optimizer, or tensors of a kind of their own: nothing is linked, and nothing is lost
         logger.warning(f"master weights are stored in full: this DeepSpeed's optimizer looks otherwise ({type(err).__name__}: {err}).")
         return {}
 
@@ -49,7 +50,8 @@ def _partitions(optimizer) -> list[tuple[torch.Tensor, torch.Tensor]]:
                                         ("fp32_groups_flat_partition", "bf16_partitioned_groups", "real_dp_process_group")):
         if hasattr(optimizer, masters) and hasattr(optimizer, partitions):
             ranks = [torch.distributed.get_rank(group) for group in getattr(optimizer, groups)]
-            return [(master, weights[rank]) for master, weights, rank in zip(getattr(optimizer, masters), getattr(optimizer, partitions), ranks)]
+            found = zip(getattr(optimizer, masters), getattr(optimizer, partitions), ranks)
+            return [(master, weights[rank]) for master, weights, rank in found]
     return []
 
 
@@ -59,7 +61,8 @@ def _names(host) -> list[tuple[int, int, str]]:
     if getattr(host, "has_moe_layers", False):
         state = host._get_non_moe_state_dict(dict(state))
     return sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, f"module.{name}") for name, tensor in state.items()
-                  if isinstance(tensor, torch.Tensor) and tensor.dtype in _KINDS and tensor.numel() and tensor.is_contiguous())
+                  if isinstance(tensor, torch.Tensor) and len(name) <= NAME_CHARS and tensor.dtype in _KINDS and tensor.numel()
+                  and tensor.is_contiguous())
 
 
 def _link(master: torch.Tensor, weights: torch.Tensor, names, file: str) -> Link | None:

@@ -97,6 +97,7 @@ class Records:
     def __init__(self, path, errors: list[DsNvcompError] | None = None, *, start: int = 0, length: int | None = None):
         self.path, self._errors, self._start = os.fspath(path), errors, start
         self._what = "file" if length is None else "item"
+        self.is_item = length is not None
         self._file = open(path, "rb")
         try:
             self.bytes = os.fstat(self._file.fileno()).st_size

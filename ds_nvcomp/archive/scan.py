@@ -14,14 +14,15 @@ import torch
 
 from ..encoding import codecs, format
 from ..encoding.codecs import CodecId
-from ..errors import ArchiveError, ChecksumError, DsNvcompError, HeaderError, TableError, TruncatedError, UnsupportedVersionError
+from ..errors import ArchiveError, ChecksumError, DsNvcompError, HeaderError, LinkError, TableError, TruncatedError, UnsupportedVersionError
 from . import seal
+from .linked import Linked, parse
 from .records import Records
 from .storage import check_header, check_version
 from .symbolic import Call, Dict, Global, Items, Persistent, read as read_pickle
 
 MAX_PICKLE_BYTES = 1 << 30  # tensors are outside the pickle: what is in it are names, sizes and settings
-_NAME_DEPTH, _NAME_CHARS = 32, 120
+_NAME_DEPTH, NAME_CHARS = 32, 240  # links find tensors by their names: of longer ones none is made
 
 _STORAGES = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
@@ -52,8 +53,13 @@ class Encoding:
 
     @property
     def link(self) -> str | None:
-        """What the decoded numbers are differences from, where they are (see link.py)."""
+        """What the description says of a link, if it is one."""
         return self.meta.get("link")
+
+    @cached_property
+    def linked(self) -> Linked | None:
+        """What the decoded numbers are differences from, where they are (see link.py). What a scan returns has been read once."""
+        return None if self.link is None else parse(self.link, self.header.elements)
 
     @cached_property
     def pieces(self) -> dict[str, int]:
@@ -206,7 +212,7 @@ class _Name:
 
 def _key_name(key) -> str:
     if type(key) in (str, int, float, bool, type(None)):
-        return str(key)[:_NAME_CHARS] if type(key) is not int or key.bit_length() < 256 else "<int>"
+        return str(key)[:NAME_CHARS] if type(key) is not int or key.bit_length() < 256 else "<int>"
     return f"<{type(key).__name__.lower()}>"
 
 
@@ -268,7 +274,7 @@ class _Walk:
         dtype = stored.dtype
         if dtype_at is not None:
             dtype = args[dtype_at] if len(args) > dtype_at else None
-            dtype = dtype.name if type(dtype) is Global and dtype.module == "torch" else repr(dtype)[:_NAME_CHARS]
+            dtype = dtype.name if type(dtype) is Global and dtype.module == "torch" else repr(dtype)[:NAME_CHARS]
         shape, stride = size_of(shape), size_of(stride)
         numbers = (offset, *shape, *stride) if type(shape) is type(stride) is tuple else (None,)
         if any(type(n) is not int or not 0 <= n < 1 << 63 for n in numbers) or len(shape) != len(stride):
@@ -324,7 +330,7 @@ class _Walk:
             raise UnsupportedVersionError(f"The pickle has a storage of class {str(kind)[:200]!r}, which is unknown here.")
         record = self.records.records.get(f"data/{key}")
         if record is None:
-            raise ArchiveError(f"The pickle refers to record 'data/{key[:_NAME_CHARS]}', which the zip does not have "
+            raise ArchiveError(f"The pickle refers to record 'data/{key[:NAME_CHARS]}', which the zip does not have "
                                "(intact). Restore the file from a copy.")
         return record, location, dtype, numel * itemsize(dtype)
 
@@ -337,12 +343,15 @@ class _Walk:
         if dtype != "uint8" or nbytes != record.size:
             raise TruncatedError(f"Record {record.name!r} has {record.size} bytes, the pickle expects {nbytes} of {dtype}. "
                                  "The file is damaged; restore it from a copy.")
-        meta = {k: v for k, v in args[1].pairs if type(k) is str and type(v) in (str, int)}
+        meta = {k: v for k, v in args[1].pairs if type(k) is str and (type(v) in (str, int) or k in ("link", "version"))}
         raw_bytes, meta_dtype = _validate(meta)
         stored = Stored(record.name, location, meta_dtype, raw_bytes, record.size, True, name)
         try:
             encoding = self._encoding(record, meta)
             check_header(encoding.header, meta)
+            if encoding.linked is not None and self.records.is_item:
+                raise LinkError("An item of a distributed checkpoint has no file beside it that it could be linked to. The file is damaged; "
+                                "restore it from a copy.")
         except DsNvcompError as err:
             self.records.problem(err.at(tensor=name))
             return stored
@@ -376,7 +385,7 @@ def itemsize(name: str) -> int:
     """Bytes an element. Looks no further than what torch has imported: its `__getattr__` imports modules by name."""
     dtype = vars(torch).get(name)
     if not isinstance(dtype, torch.dtype):
-        raise UnsupportedVersionError(f"A tensor is of dtype {name[:_NAME_CHARS]!r}, which torch {torch.__version__} does "
+        raise UnsupportedVersionError(f"A tensor is of dtype {name[:NAME_CHARS]!r}, which torch {torch.__version__} does "
                                       "not have. Install a newer torch.")
     return dtype.itemsize
 

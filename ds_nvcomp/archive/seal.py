@@ -132,11 +132,11 @@ class _FromStart:
         return self._file.read(size)
 
 
-def directory() -> str | None:
-    """Where the file is that torch.load is reading further up the stack; None where it reads something that has no path."""
+def opened_path() -> str | None:
+    """The file that torch.load is reading further up the stack, as it was named; None where it reads something that has no path."""
     _, file = _reader()
     name = getattr(file, "name", None)
-    return os.path.dirname(os.path.abspath(name)) if isinstance(name, str) else None
+    return os.fsdecode(name) if isinstance(name, (str, bytes, os.PathLike)) else None
 
 
 def _reader():

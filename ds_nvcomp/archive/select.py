@@ -52,8 +52,8 @@ def _storage(records: Records, mapped: torch.UntypedStorage, stored: Stored, pla
         device = place(torch.UntypedStorage(0), stored.location).device
         encoding = stored.encoding
         decoded = decode_payload(data, (encoding.header, encoding.table, encoding.codec), device=device, trusted=False)
-        if encoding.link is not None:
-            follow(encoding.link, decoded, os.path.dirname(os.path.abspath(records.path)))
+        if encoding.linked is not None:
+            follow(encoding.linked, decoded, records.path)
         return decoded.untyped_storage()
     data = data.clone()  # from here on it is what was verified, whatever becomes of the file
     if crc32(data.numpy()) != record.crc:

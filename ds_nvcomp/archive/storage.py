@@ -16,6 +16,7 @@ from ..encoding.format import Header
 from ..errors import ChecksumError, DsNvcompError, HeaderError, UnsupportedVersionError
 from ..pipeline import Payload, decode_payload, parse_payload
 from . import seal
+from .linked import parse
 
 META_VERSION = 1
 LINKED_VERSION = 2  # of a description that has a link: who knows only version 1 refuses it
@@ -104,10 +105,11 @@ def _unpack(payload, meta, trusted):
             data = torch.empty(0, dtype=torch.uint8, device=stored.device).set_(stored, 0, (stored.nbytes(),), (1,))
             parsed = parse_payload(data)
             check_header(parsed[0], meta)
+            linked = parse(meta["link"], nbytes // 4) if "link" in meta else None
             decoded = decode_payload(data, parsed, device=bound_for(stored), trusted=trusted)
-            if "link" in meta:
+            if linked is not None:
                 from .link import follow  # not before: it reads files by what is built on this module
-                follow(meta["link"], decoded, seal.directory(), trusted=trusted)
+                follow(linked, decoded, seal.opened_path(), trusted=trusted)
             decoded = decoded.untyped_storage()
         return torch.storage.TypedStorage(wrap_storage=decoded, dtype=storage_dtype(dtype), _internal=True)
     except DsNvcompError as err:

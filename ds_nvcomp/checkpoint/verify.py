@@ -4,7 +4,8 @@ Of a file: the zip directory and headers, the checksum of every record, the pick
 table and chunk checksums, and tensors that lie inside their storages. Of a distributed checkpoint (DCP, Megatron's `torch_dist`) the
 same of each item, and that items and files fit together. Of a DeepSpeed or Megatron directory: `latest` or its like, and files that the
 names of the others announce. Memory is bounded by one chunk or `SLICE`, whichever is larger. `decode=True` decodes too, where
-the codec can run.
+the codec can run. Of tensors that are stored as their difference from weights in another file (link.py), that file has to be there and
+have such weights; whether they are the right ones is told with `decode`.
 """
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from typing import Callable, Iterable
 import numpy as np
 from isal.isal_zlib import crc32
 
+from ..archive import link
 from ..archive.records import SLICE, Record, Records
 from ..archive.scan import Encoding, FileScan, Items, Stored, scan_records
 from ..errors import ArchiveError, ChecksumError, CodecUnavailableError, DirectoryError, DsNvcompError
@@ -186,6 +188,8 @@ def _verify_zip(path, decode, tally, progress, item: distributed.Item | None = N
                 tally.tensors += len(scanned.rows)
                 if decode:
                     _decode_all(records, scanned, tally)
+                else:
+                    _check_links(records, scanned)
     except DsNvcompError as err:
         errors.append(err)
     except OSError as err:
@@ -238,10 +242,19 @@ def _chunks(records: Records, record: Record, encoding: Encoding, owner: Stored,
         first = last
 
 
+def _check_links(records: Records, scanned: FileScan) -> None:
+    """Whether what is linked is there. Whether it is what was linked takes decoding."""
+    for stored in scanned.storages:
+        if stored.encoding is not None and stored.encoding.linked is not None:
+            try:
+                link.check(stored.encoding.linked, records.path)
+            except DsNvcompError as err:
+                records.problem(err.at(tensor=stored.name))
+
+
 def _decode_all(records: Records, scanned: FileScan, tally: Tally) -> None:
     import torch
 
-    from ..archive.link import follow
     from ..pipeline import decode_payload
     for stored in scanned.storages:
         if stored.encoding is None:
@@ -251,8 +264,8 @@ def _decode_all(records: Records, scanned: FileScan, tally: Tally) -> None:
             payload = bytearray(records.read(records.records[stored.record], 0, stored.stored_bytes))
             decoded = decode_payload(torch.frombuffer(payload, dtype=torch.uint8), (encoding.header, encoding.table, encoding.codec),
                                      trusted=False)
-            if encoding.link is not None:
-                follow(encoding.link, decoded, Path(records.path).parent)
+            if encoding.linked is not None:
+                link.follow(encoding.linked, decoded, records.path)
         except CodecUnavailableError:
             tally.not_decoded.append(f"{records.path}: {stored.name}")
         except ChecksumError:
