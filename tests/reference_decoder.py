@@ -4,16 +4,24 @@ It is slow and plain on purpose: what it and the implementation agree on is in t
 Snappy are written out below, and zstd is read through `zstandard` where that is installed. Usable by hand:
 
     unzip -p checkpoint.pt 'checkpoint/data/0' | python reference_decoder.py > storage.bin
+
+`tensors` reads whole files, links included, without torch.
 """
+import json
+import os
+import pickle
 import struct
 import sys
+import zipfile
 import zlib
 
 import numpy as np
 
 
 class Refused(ValueError):
-    """The payload is not what FORMAT.md says; `step` is the row of its section 8."""
+    """The payload is not what FORMAT.md says; `step` is the row of its section 8. `tensors` has those of section 9.2 as `link`."""
+
+    link = None
 
     def __init__(self, step, why):
         super().__init__(f"step {step}: {why}")
@@ -275,6 +283,154 @@ def unsnappy(stream, raw):
             copy_match(out, int.from_bytes(stream[at:at + size], "little"), (tag >> 2) + 1, raw)
             at += size
     return bytes(out)
+
+
+# -- section 9: files ------------------------------------------------------------------------------------------------------------
+
+def refuse_link(step, why):
+    err = Refused(19, why)
+    err.link = step
+    raise err
+
+
+class Global:
+    """A class or function of the pickle; calling it only notes that it was called."""
+
+    def __init__(self, module, name):
+        self.name = f"{module}.{name}"
+
+    def __call__(self, *args):
+        return Called(self.name, args)
+
+
+class Called:
+    def __init__(self, name, args):
+        self.name, self.args = name, args
+
+
+class Unpickler(pickle.Unpickler):
+    find_class = staticmethod(Global)
+    persistent_load = staticmethod(lambda pid: pid)
+
+
+WIDTHS = {"FloatStorage": ("float32", 4), "BFloat16Storage": ("bfloat16", 2), "HalfStorage": ("float16", 2)}
+
+
+def tensors(path):
+    """{name: (dtype, bytes)} of the contiguous tensors of float32 and 16-bit floats in a file."""
+    return {name: (dtype, contents(path, zipped, storage)[width * first:width * (first + count)])
+            for zipped, name, dtype, width, storage, first, count in found_in(path)}
+
+
+def found_in(path):
+    """(the zip, name, dtype, bytes an element, storage as the pickle has it, first element, elements) of each such tensor."""
+    with zipfile.ZipFile(path) as zipped:
+        root = zipped.namelist()[0].partition("/")[0]
+        with zipped.open(f"{root}/data.pkl") as file:
+            _, obj = Unpickler(file).load().args  # of `sealed`
+        stack = [("", obj)]
+        while stack:
+            name, value = stack.pop()
+            if isinstance(value, (dict, list, tuple)):
+                items = value.items() if isinstance(value, dict) else enumerate(value)
+                stack += [(f"{name}.{key}" if name else str(key), item) for key, item in items]
+            elif isinstance(value, Called) and value.name == "torch._utils._rebuild_parameter":
+                stack.append((name, value.args[0]))
+            elif isinstance(value, Called) and value.name == "torch._utils._rebuild_tensor_v2":
+                storage, first, shape, stride = value.args[:4]
+                if isinstance(storage, Called):
+                    meta = storage.args[1]
+                    dtype, width = meta.get("dtype"), 4 if meta.get("dtype") == "float32" else 2
+                    if dtype not in ("float32", "bfloat16", "float16") and not {"link"} & set(meta):
+                        continue
+                elif storage[1].name.rpartition(".")[2] in WIDTHS:
+                    dtype, width = WIDTHS[storage[1].name.rpartition(".")[2]]
+                else:
+                    continue
+                contiguous, expected = True, 1
+                for size, step in zip(reversed(shape), reversed(stride)):
+                    contiguous, expected = contiguous and (size == 1 or step == expected), expected * size
+                if contiguous:
+                    yield zipped, name, dtype, width, storage, first, expected
+
+
+def contents(path, zipped, storage):
+    """A storage's bytes. Section 9.2 in its order, for those that are linked."""
+    root = zipped.namelist()[0].partition("/")[0]
+    if not isinstance(storage, Called):
+        return zipped.read(f"{root}/data/{storage[2]}")
+    (_, _, key, _, _), meta = storage.args
+    if meta["version"] not in (1, 2):
+        refuse_link(1, "meta version")
+    if (meta["version"] == 2) != ("link" in meta) or "link" in meta and (type(meta["link"]) is not str or meta["dtype"] != "float32"):
+        refuse_link(2, "version, link and dtype")
+    data = decode(zipped.read(f"{root}/data/{key}"))
+    if len(data) != meta["bytes"]:
+        raise Refused(19, "bytes")
+    return follow(path, meta["link"], data) if "link" in meta else data
+
+
+def follow(path, text, data):
+    count = len(data) // 4
+    try:
+        link = json.loads(text)
+        file, kind, crc = link["file"], link["kind"], link["crc"]
+        fragments = [(name, first, numbers) for name, first, numbers in link["fragments"]]
+        sound = type(file) is str and file not in ("", ".", "..") and not set("/\\") & set(file) and min(file) >= " " \
+            and len(file.encode()) <= 255 and kind in ("bfloat16", "float16") and type(crc) is int and 0 <= crc < 2 ** 32 \
+            and fragments and all(
+                type(name) is str and type(first) is int and type(numbers) is int and 0 <= first < 2 ** 62 and 0 < numbers
+                for name, first, numbers in fragments) and sum(numbers for _, _, numbers in fragments) <= count
+    except (ValueError, KeyError, TypeError, RecursionError):
+        sound = False
+    if not sound:
+        refuse_link(4, "not a link")
+    beside = os.path.join(os.path.dirname(path), file)
+    if not os.path.isfile(beside):
+        refuse_link(5, "no such file")
+    there, weights = {}, []
+    for zipped, name, dtype, width, storage, first, elements in found_in(beside):
+        is_linked = isinstance(storage, Called) and "link" in storage.args[1]
+        there[name] = dtype, elements, is_linked
+    for name, first, numbers in fragments:
+        if name not in there or there[name][0] != kind or there[name][2] or first + numbers > there[name][1]:
+            refuse_link(7, f"no {numbers} elements from {first} in {name}")
+    try:
+        found = tensors(beside)
+    except (Refused, zipfile.BadZipFile) as err:
+        refuse_link(6, str(err))
+    for name, first, numbers in fragments:
+        weights.append(found[name][1][2 * first:2 * (first + numbers)])
+    weights = b"".join(weights)
+    if zlib.crc32(weights) != crc:
+        refuse_link(8, "other weights")
+    return numbers_from(data, weights, kind)
+
+
+def numbers_from(data, weights, kind):
+    """What section 9.2 makes of differences and weights, one element after another."""
+    out = []
+    halves = struct.unpack(f"<{len(weights) // 2}H", weights) + (0,) * (len(data) // 4 - len(weights) // 2)
+    for x, half in zip(struct.unpack(f"<{len(data) // 4}I", data), halves):
+        z = x & 0x8000ffff | (x >> 23 & 0xff) << 16 | (x >> 16 & 0x7f) << 24
+        d = z // 2 if z % 2 == 0 else -(z + 1) // 2
+        out.append((widen(half, kind) + d) % 2 ** 32)
+    return struct.pack(f"<{len(out)}I", *out)
+
+
+def widen(half, kind):
+    """The bits of a 16-bit float as float32."""
+    if kind == "bfloat16":
+        return half << 16
+    sign, exponent, mantissa = half >> 15, half >> 10 & 31, half & 1023
+    if exponent == 31:
+        exponent, mantissa = 255, mantissa << 13
+    elif exponent:
+        exponent, mantissa = exponent + 112, mantissa << 13
+    elif mantissa:
+        top = mantissa.bit_length() - 1  # the value is mantissa times 2^-24
+        exponent, mantissa = top + 103, (mantissa << 23 - top) - (1 << 23)
+    return sign << 31 | exponent << 23 | mantissa
 
 
 if __name__ == "__main__":

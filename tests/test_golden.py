@@ -6,15 +6,19 @@ import hashlib
 import json
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import payloads
 import reference_decoder
 ROOT = Path(__file__).resolve().parent.parent
+import ds_nvcomp
 from ds_nvcomp import errors
+from ds_nvcomp.checkpoint.verify import verify_file
 from ds_nvcomp.encoding import codecs
 
 GOLDEN = ROOT / "tests" / "golden"
@@ -45,10 +49,14 @@ def test_every_cpu_codec_dtype_and_error_is_there():
     from conformance import CPU_CODECS, DTYPES
     assert {f"valid/{codec}-{dtype}.payload" for codec in CPU_CODECS for dtype in DTYPES} <= set(INDEX)
     assert {f"archive/{codec}.pt" for codec in CPU_CODECS} <= set(INDEX)
-    steps = {entry["step"] for entry in INDEX.values() if "step" in entry}
+    invalid = [INDEX[name] for name in INDEX if name.startswith("invalid/")]
+    steps = {entry["step"] for entry in invalid}
     assert steps == set(range(1, 24)) - {19, 20}  # those two are not about the payload's bytes
     of_payloads = {"TruncatedError", "HeaderError", "UnsupportedVersionError", "TableError", "ChecksumError", "DecodeError"}
-    assert {entry["error"] for entry in INDEX.values() if "error" in entry} == of_payloads
+    assert {entry["error"] for entry in invalid} == of_payloads
+    links = [INDEX[name] for name in INDEX if name.startswith("links/")]
+    assert {entry["step"] for entry in links if "step" in entry} == set(range(1, 9)) - {3}  # that one is about what is in section 8
+    assert {entry["kind"] for entry in links if "kind" in entry} == {"bfloat16", "float16"}
 
 
 @entries("valid")
@@ -85,6 +93,49 @@ def test_invalid(name):
     with pytest.raises(reference_decoder.Refused) as reference:
         reference_decoder.decode(data)
     assert reference.value.step == entry["step"]
+
+
+MASTER = "optimizer_state_dict.single_partition_of_fp32_groups.0"
+
+
+@pytest.mark.parametrize("name", sorted(name for name in INDEX if "kind" in INDEX[name]))
+def test_links(name):
+    read(name), read(str(Path(name).with_name("mp_rank_00_model_states.pt")))
+    for weights_only in (False, True):
+        master = torch.load(GOLDEN / name, weights_only=weights_only)["optimizer_state_dict"]["single_partition_of_fp32_groups"][0]
+        assert sha(master.view(torch.uint8).numpy()) == INDEX[name]["decodes_to"]
+    assert sha(ds_nvcomp.load(GOLDEN / name, select=MASTER)[MASTER].view(torch.uint8).numpy()) == INDEX[name]["decodes_to"]
+    assert verify_file(GOLDEN / name) == verify_file(GOLDEN / name, decode=True) == []
+    assert sha(reference_decoder.tensors(GOLDEN / name)[MASTER][1]) == INDEX[name]["decodes_to"]
+
+
+@pytest.mark.parametrize("name", sorted(name for name in INDEX if name.startswith("links/") and "error" in INDEX[name]))
+def test_invalid_links(name):
+    entry = INDEX[name]
+    read(name)
+    for load in (lambda path: torch.load(path, weights_only=False), ds_nvcomp.load, lambda path: ds_nvcomp.load(path, select=MASTER)):
+        with pytest.raises(errors.FormatError) as caught:
+            load(GOLDEN / name)
+        assert type(caught.value).__name__ == entry["error"] and len(str(caught.value)) > 40
+    assert {problem.kind for problem in verify_file(GOLDEN / name, decode=True)} == {entry["error"]}
+    assert bool(verify_file(GOLDEN / name)) == (name != "links/bfloat16/linked-damaged.pt" and entry["step"] < 8)
+    with pytest.raises(reference_decoder.Refused) as reference:
+        reference_decoder.tensors(GOLDEN / name)
+    assert reference.value.link == entry["step"]
+
+
+def test_the_example_of_a_link():
+    """FORMAT.md, section 12.3."""
+    assert reference_decoder.numbers_from(bytes.fromhex("65660000 00008000"), bytes.fromhex("cd3d 803f"), "bfloat16") == \
+        bytes.fromhex("cdcccc3d 0080803f")
+    assert zlib.crc32(bytes.fromhex("cd3d 803f")) == 70593138
+
+
+def test_the_reference_widens_as_the_package():
+    from ds_nvcomp.encoding import link
+    every = np.arange(1 << 16, dtype=np.uint16)
+    for kind in link.KINDS:
+        assert link.widened(every.view(np.uint8), kind, len(every)).tolist() == [reference_decoder.widen(int(half), kind) for half in every]
 
 
 FRESH = """

@@ -1,4 +1,4 @@
-"""Make golden files, once: `PYTHONPATH=.:tests python tests/golden/make.py [codec ...]`.
+"""Make golden files, once: `PYTHONPATH=.:tests python tests/golden/make.py [codec ... | links]`.
 
 Golden files are what format version 1 looked like when it was released. Readers have to take them (or refuse them, those in `invalid`) for
 ever, so this script only ever adds files: it refuses to write one that exists, and the tests never run it. A failing golden test is
@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import sys
+import tempfile
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
@@ -112,10 +113,104 @@ def invalid(base: bytearray):
     yield "decoded-missing", p.change_table(base, decoded=[(0, 0)]), "DecodeError", 23
 
 
+MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+MASTER, PADDING, CUT = ["float32", [["normal", 2000], ["special", 200]]], 8, 1500  # elements; `CUT` are in the first of two tensors
+
+
+def linked_state(kind, seed="golden"):
+    """(model, optimizer) with fp32 weights, some padding behind them, and what they are rounded to."""
+    master = torch.from_numpy(np.concatenate([raw_bytes(*MASTER, seed), np.zeros(4 * PADDING, np.uint8)])).view(torch.float32)
+    flat = master[:-PADDING].to(getattr(torch, kind))
+    return ({"module": {"first": torch.nn.Parameter(flat[:CUT].view(-1, 50)), "second": flat[CUT:]}, "fp32": master[:100].clone()},
+            {"optimizer_state_dict": {"single_partition_of_fp32_groups": [master]}})
+
+
+def linked_file(kind, change=lambda meta: meta) -> bytes:
+    """The optimizer file, in which `change` has made of the description what it is."""
+    from ds_nvcomp.archive import writer
+    from ds_nvcomp.archive.link import Link
+    from ds_nvcomp.pipeline import Weights
+    model, optimizer = linked_state(kind)
+    [master] = optimizer["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+    flat = torch.cat([tensor.detach().reshape(-1) for tensor in model["module"].values()])
+    fragments = [("module.first", 0, CUT), ("module.second", 0, len(flat) - CUT)]
+    links = {master.data_ptr(): Link(Weights(flat.view(torch.uint8), kind), MODEL, fragments)}
+    original, fits = writer.describe, Link.fits
+    writer.describe, Link.fits = (lambda *args: change(original(*args))), lambda *args: True  # random bits, too
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            writer.write(optimizer, Path(folder) / "x", small(), root=Path(OPTIMIZER).stem, links=links)
+            return (Path(folder) / "x").read_bytes()
+    finally:
+        writer.describe, Link.fits = original, fits
+
+
+def small():
+    from ds_nvcomp.config import Config
+    config = Config(min_bytes=512, device="cpu", fsync=False)
+    object.__setattr__(config, "chunk_bytes", CHUNK)
+    return config
+
+
+def links():
+    """(name, bytes, entry) of pairs, and of files that are to be refused beside the model file of the first pair: `step` is the row of
+    FORMAT.md section 9.2."""
+    for kind in ("bfloat16", "float16"):
+        model, optimizer = linked_state(kind)
+        file = io.BytesIO()
+        save(model, file, small())
+        yield f"{kind}/{MODEL}", file.getvalue(), dict(part="model")
+        [master] = optimizer["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+        yield f"{kind}/{OPTIMIZER}", linked_file(kind), dict(kind=kind, master=MASTER, padding=PADDING,
+                                                             decodes_to=sha(master.view(torch.uint8).numpy()))
+    model, other = io.BytesIO(), io.BytesIO()
+    save(linked_state("bfloat16")[0], model, small())
+    save(linked_state("bfloat16", "other")[0], other, small())
+    yield "bfloat16/other_model_states.pt", other.getvalue(), dict(part="model")
+    damaged = bytearray(model.getvalue())
+    damaged[damaged.index(b"DSNVCOMP") + 1500] ^= 1  # in a chunk of the first payload
+    yield "bfloat16/damaged_model_states.pt", bytes(damaged), dict(part="model")
+    said = lambda **change: lambda meta: {**meta, **change}  # noqa: E731
+
+    def linked(**change):
+        return lambda meta: {**meta, "link": json.dumps({**json.loads(meta["link"]), **change}, separators=(",", ":"))}
+
+    for name, change, error, step in (
+            ("version-3", said(version=3), "UnsupportedVersionError", 1),
+            ("version-1", said(version=1), "HeaderError", 2),
+            ("no-link", lambda meta: {key: value for key, value in meta.items() if key != "link"}, "HeaderError", 2),
+            ("no-string", said(link=5), "HeaderError", 2),
+            ("int32", said(dtype="int32"), "HeaderError", 2),
+            ("no-json", said(link="{"), "LinkError", 4),
+            ("no-object", said(link="[]"), "LinkError", 4),
+            ("deep", said(link="[" * 5000), "LinkError", 4),
+            ("file-outside", linked(file=f"../bfloat16/{MODEL}"), "LinkError", 4),
+            ("file-absolute", linked(file="/dev/zero"), "LinkError", 4),
+            ("file-dots", linked(file=".."), "LinkError", 4),
+            ("kind", linked(kind="float32"), "LinkError", 4),
+            ("crc-negative", linked(crc=-1), "LinkError", 4),
+            ("crc-wide", linked(crc=1 << 32), "LinkError", 4),
+            ("no-fragments", linked(fragments=[]), "LinkError", 4),
+            ("fragment-first", linked(fragments=[["module.first", -1, 5]]), "LinkError", 4),
+            ("fragment-float", linked(fragments=[["module.first", 0.0, 5]]), "LinkError", 4),
+            ("fragment-of-nothing", linked(fragments=[["module.first", 0, 0]]), "LinkError", 4),
+            ("fragments-beyond", linked(fragments=[["module.first", 0, 1500]] * 2), "LinkError", 4),
+            ("missing", linked(file="no_model_states.pt"), "LinkError", 5),
+            ("damaged", linked(file="damaged_model_states.pt"), "LinkError", 6),
+            ("no-name", linked(fragments=[["module.third", 0, 5]]), "LinkError", 7),
+            ("another-dtype", linked(fragments=[["fp32", 0, 5]]), "LinkError", 7),
+            ("over-the-end", linked(fragments=[["module.second", 690, 11]]), "LinkError", 7),
+            ("linked", linked(file="linked-linked.pt", fragments=[["optimizer_state_dict.single_partition_of_fp32_groups.0", 0, 5]]),
+             "LinkError", 7),
+            ("other", linked(file="other_model_states.pt"), "LinkError", 8),
+            ("crc", lambda meta: linked(crc=json.loads(meta["link"])["crc"] ^ 1)(meta), "LinkError", 8)):
+        yield f"bfloat16/linked-{name}.pt", linked_file("bfloat16", change), dict(error=error, step=step)
+
+
 def add(index, name, data, **entry):
     path = HERE / name
     assert len(data) < 20 << 10, f"{name} has {len(data)} bytes"
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "xb") as file:  # x: never over an existing one
         file.write(data)
     index[name] = {"sha256": sha(data), **entry}
@@ -124,7 +219,10 @@ def add(index, name, data, **entry):
 def main(names):
     at = HERE / "index.json"
     index = json.loads(at.read_text()) if at.exists() else {}
-    for codec in names:
+    if "links" in names:
+        for name, data, entry in links():
+            add(index, f"links/{name}", data, **entry)
+    for codec in [name for name in names if name != "links"]:
         for dtype in DTYPES:
             add(index, f"valid/{codec}-{dtype}.payload", encode(codec, dtype), codec=codec, dtype=dtype, recipe=RECIPE,
                 decodes_to=sha(raw_bytes(dtype, RECIPE)))
