@@ -17,6 +17,7 @@ import torch
 pytest.importorskip("deepspeed")
 from deepspeed_workers import bits  # noqa: E402
 from deepspeed_workers.launch import Group, environment  # noqa: E402
+from ds_nvcomp.archive.scan import scan  # noqa: E402
 
 WORKER = Path(__file__).parent / "deepspeed_workers" / "worker.py"
 ROOT = WORKER.parents[2]
@@ -73,7 +74,7 @@ def test_configuration_runs(launched, group, case):
 
 @pytest.mark.parametrize("case", (
     "exclude_frozen_zero2 exclude_frozen_zero3 overwrite_a_tag leftovers_are_cleaned save_latest_false several_saves "
-    "monitor_events weights_only_reads_the_module").split())
+    "monitor_events weights_only_reads_the_module link_master_weights_off").split())
 def test_feature(launched, case):
     launched("features").check(case)
 
@@ -241,14 +242,16 @@ def test_zero_to_fp32(launched, tmp_path, case):
                       "print('FROM', zero_to_fp32.__file__)", DS_NVCOMP_AUTOLOAD="0")
         assert f"FROM {home}" in out
         [path] = (tmp_path / name).rglob("*.bin")
+        links = [row.storage.encoding.link for path in home.rglob("*optim_states.pt") for row in scan(path).rows if row.storage.encoding]
+        assert any(links) == (name == "compressed" and case == "zero2_bf16")
         found.append(torch.load(path))
     assert "embed.weight" in found[0] and not bits.differences(*found)
 
 
-def test_universal_checkpoint_with_fewer_ranks(launched, tmp_path):
-    """ds_to_universal makes the same of both, and one rank goes on with what two saved in the same way."""
+def test_universal_checkpoint_with_other_ranks(launched, tmp_path):
+    """ds_to_universal makes the same of both, and one rank and four go on with what two saved in the same way."""
     group = launched("universal")
-    for stage in (1, 3):
+    for stage in (1, 2, 3):
         group.check(f"universal_zero{stage}")
         homes = [group.out / f"universal_zero{stage}" / name for name in ("plain", "compressed")]
         converters = [subprocess.Popen(
@@ -264,9 +267,10 @@ def test_universal_checkpoint_with_fewer_ranks(launched, tmp_path):
         assert list(ours.rglob("exp_avg.pt")), "nothing was converted"
         found = bits.compare_directories(ours, plain)
         assert not found, found[:5]
-    loaded = Group("universal_load", tmp_path, 1, CASE_DIRECTORY=group.out).wait()
-    for stage in (1, 3):
-        loaded.check(f"universal_load_zero{stage}")
+    for ranks in (1, 4):
+        loaded = Group("universal_load", tmp_path / str(ranks), ranks, CASE_DIRECTORY=group.out).wait()
+        for stage in (1, 2, 3):
+            loaded.check(f"universal_load_zero{stage}")
 
 
 def test_killed_while_saving(tmp_path):

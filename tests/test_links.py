@@ -545,6 +545,36 @@ def test_a_snapshot_is_of_its_moment(tmp_path):
         assert linked(tmp_path / "o.pt") == ["fp32"] and same(torch.load(tmp_path / "o.pt")["fp32"], expected)
 
 
+@pytest.mark.parametrize("block", [{"async": True}, {"overlap": True}, {}], ids=["async", "overlap", "sync"])
+def test_the_engine_links_what_was_there_at_the_save(tmp_path, monkeypatch, block):
+    """As DeepSpeed calls it; weights and masters change when the optimizer steps, buffers before."""
+    engines = pytest.importorskip("ds_nvcomp.deepspeed_engine")
+    from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: 0)
+    master = torch.randn(600_000) * 0.02
+    flat, buffer, expected = master.bfloat16(), torch.randn(300_000).bfloat16(), master.clone()
+    module = torch.nn.Module()
+    module.register_buffer("buffer", buffer)
+    weights = {"w": flat.view(600, 1000), "buffer": buffer}
+    host = host_of(weights, master, flat, module=module)
+    engine = engines.NvcompCheckpointEngine(config=Config.from_dict(block))
+    engine.attach(host)
+    info = CheckpointCommitInfo(tag="tag", save_dir=str(tmp_path), save_latest=True)
+    engine.create(info)
+    engine.makedirs(str(tmp_path / "tag"), exist_ok=True)
+    engine.save({"module": weights}, str(tmp_path / "tag" / MODEL))
+    engine.save({"fp32": master}, str(tmp_path / "tag" / OPTIMIZER))
+    engine.commit(info)
+    kept = buffer.clone()
+    buffer.zero_()
+    engine.settle()
+    master.zero_(), flat.zero_()
+    engine.wait()
+    assert linked(tmp_path / "tag" / OPTIMIZER) == ["fp32"] and verify_tree(tmp_path, decode=True) == []
+    assert same(engine.load(str(tmp_path / "tag" / OPTIMIZER))["fp32"], expected)
+    assert same(engine.load(str(tmp_path / "tag" / MODEL))["module"]["buffer"], kept)
+
+
 def test_small_masters_of_an_overlap_are_not_linked(tmp_path):
     """They are copied at once, and their weights are not."""
     model, optimizer, links = make()
@@ -617,13 +647,17 @@ def test_verify_of_the_tree(pair, tmp_path):
 
 # --- which are linked -------------------------------------------------------------------------------------------------
 
+class Host(SimpleNamespace):
+    """As a DeepSpeedEngine, it can be referred to weakly."""
+
+
 def host_of(model, master, flat, **more):
     """What links_of asks a DeepSpeedEngine for."""
     optimizer = SimpleNamespace(single_partition_of_fp32_groups=[master], parallel_partitioned_bit16_groups=[[flat]],
                                 real_dp_process_group=[None])
     usual = dict(module=torch.nn.Module(), optimizer=optimizer, zero_optimization_stage=lambda: 2, _config=SimpleNamespace(),
                  module_state_dict=lambda: model, _get_ckpt_name=lambda *args: f"/x/{MODEL}")
-    return SimpleNamespace(**{**usual, **more})
+    return Host(**{**usual, "monitor": None, **more})
 
 
 def strange():

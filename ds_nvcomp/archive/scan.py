@@ -181,8 +181,8 @@ def _check_seal(records: Records) -> None:
     try:
         for other in records.records.values():
             if other.start is None:
-                raise ArchiveError(f"Record {other.name[:200]!r} is deflated, which none of a sealed file is. The file was repacked; unpack "
-                                   "it and zip it with `zip -0`, or restore it from a copy.")
+                raise ArchiveError(f"Record {other.name[:200]!r} is deflated, which none of a sealed file is. The file was repacked; "
+                                   "unpack it and zip it with `zip -0`, or restore it from a copy.")
         if record is None:
             raise ArchiveError(f"The file's record {seal.RECORD!r} is missing. The file is damaged, or was repacked.")
         for name, check in seal.read_seal(b"".join(records.slices(record))).items():
@@ -350,8 +350,8 @@ class _Walk:
             encoding = self._encoding(record, meta)
             check_header(encoding.header, meta)
             if encoding.linked is not None and self.records.is_item:
-                raise LinkError("An item of a distributed checkpoint has no file beside it that it could be linked to. The file is damaged; "
-                                "restore it from a copy.")
+                raise LinkError("An item of a distributed checkpoint has no file beside it that it could be linked to. The file is "
+                                "damaged; restore it from a copy.")
         except DsNvcompError as err:
             self.records.problem(err.at(tensor=name))
             return stored
