@@ -27,10 +27,15 @@ import torch
 
 import ds_nvcomp
 from corrupt import File, corrupt
+from ds_nvcomp.archive.link import Link
+from ds_nvcomp.archive.scan import scan
+from ds_nvcomp.archive.writer import write
 from ds_nvcomp.checkpoint.verify import verify_file
 from ds_nvcomp.config import Config
 from ds_nvcomp.errors import DsNvcompError
+from ds_nvcomp.pipeline import Weights
 
+LINKED = "linked-"   # what begins the name of files that others are linked to: those are read, beside a damaged one
 SECONDS = 10         # for one reader on one file
 ROOM = 4 << 30       # bytes of address space beyond what the process has: what wants more gets an error instead of the machine
 CODECS = ("deflate", "zstd", "lz4", "snappy", "none")
@@ -71,8 +76,21 @@ def write_files(folder: Path) -> None:
         object.__setattr__(config, "chunk_bytes", 256)  # the format allows less than the configuration: several chunks each
         for seed in (0, 1):
             ds_nvcomp.save(content(seed), folder / f"{codec}-{seed}.pt", config)
+            if codec == "deflate":
+                write_linked(folder, seed, config)
     for path in sorted((ROOT / "tests" / "golden" / "archive").glob("*.pt")):
         (folder / f"golden-{path.name}").write_bytes(path.read_bytes())
+
+
+def write_linked(folder: Path, seed: int, config: Config) -> None:
+    """A pair of files of which one has fp32 weights as their difference from 16-bit weights in the other."""
+    master = content(seed)["weight"].detach().flatten().repeat(3) + torch.arange(3600) * 1e-6
+    flat = master.bfloat16()
+    ds_nvcomp.save({**content(seed), "module": {"a": flat[:2000], "b": flat[2000:]}}, folder / f"{LINKED}{seed}.pt", config)
+    link = Link(Weights(flat.view(torch.uint8), "bfloat16"), f"{LINKED}{seed}.pt", [("module.a", 0, 2000), ("module.b", 0, 1600)])
+    path = folder / f"linking-{seed}.pt"
+    write({**content(seed), "master": master}, path, config, root=path.stem, links={master.data_ptr(): link})
+    assert any(row.storage.encoding and row.storage.encoding.linked for row in scan(path).rows)
 
 
 # --- what came out ----------------------------------------------------------------------------------------------------
@@ -189,15 +207,24 @@ def main(folder: Path, first: int, stop: int) -> None:
     before = peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     path = folder / f"damaged-{first}"
     fd = os.open(path, os.O_RDWR | os.O_CREAT)
+    pair = folder / f"pair-{first}"
+    pair.mkdir(exist_ok=True)
+    for linking in folder.glob("linking-*.pt"):
+        (pair / linking.name).write_bytes(linking.read_bytes())
     with builtins.open(folder / f"results-{first}", "w") as results:
         print(json.dumps({"before": before}), file=results, flush=True)
         for seed in range(first, stop):
             file, corruption = corrupt(seed, files)
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, corruption.data, 0)
             print(json.dumps({"began": seed, "kind": corruption.kind}), file=results, flush=True)
-            outcome = read(path, expected[file.name], {expected.get(corruption.other)} - {None}, corruption.forged,
-                           corruption.runs)
+            if file.name.startswith(LINKED):  # nothing of its pickle may run, whoever reads the other one
+                linking = pair / file.name.replace(LINKED, "linking-")
+                (pair / file.name).write_bytes(corruption.data)
+                outcome = read(linking, expected[linking.name], set(), corruption.forged, False)
+            else:
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, corruption.data, 0)
+                outcome = read(path, expected[file.name], {expected.get(corruption.other)} - {None}, corruption.forged,
+                               corruption.runs)
             now = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             grew, peak = now - peak, max(now, peak)
             print(json.dumps({"seed": seed, "kind": corruption.kind, "forged": corruption.forged, "file": file.name,
