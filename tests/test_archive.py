@@ -1037,7 +1037,9 @@ def test_unpack(small_payload):
 
 
 @pytest.mark.parametrize("change,error,match", [
-    ({"version": 2}, UnsupportedVersionError, "version 2.*reads version 1.*Install"),
+    ({"version": 3}, UnsupportedVersionError, "version 3.*reads versions up to 2.*Install"),
+    ({"version": 2}, HeaderError, "version 2 with a link"), ({"link": "{}"}, HeaderError, "version 2 with a link"),
+    ({"version": 2, "link": "{}"}, HeaderError, "is of float32"), ({"link": None}, HeaderError, "version 2 with a link"),
     ({"version": None}, HeaderError, "description"), ({"version": "1"}, HeaderError, "description"),
     ({"dtype": "float8_of_tomorrow"}, UnsupportedVersionError, "float8_of_tomorrow.*Install a newer torch"),
     ({"dtype": "nn"}, UnsupportedVersionError, "'nn'"), ({"dtype": None}, UnsupportedVersionError, "None"),

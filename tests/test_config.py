@@ -22,7 +22,8 @@ def test_defaults():
     assert Config() == Config.from_dict(None) == Config.from_dict({}) == Config.of(None) == Config.of({})
     assert Config().as_dict() == {
         "enabled": True, "codec": "deflate", "device": "auto", "verify": "auto", "min_bytes": 4096, "chunk_bytes": 0,
-        "gpu_memory": 512 * MIB, "threads": 0, "write_threads": 4, "fsync": True, "async": False, "overlap": False, "in_flight": 1, "timeout": 1800.0}
+        "gpu_memory": 512 * MIB, "threads": 0, "write_threads": 4, "fsync": True, "async": False, "overlap": False, "in_flight": 1, "timeout": 1800.0,
+        "link_master_weights": "auto"}
 
 
 def test_of_takes_what_it_gives():
@@ -112,7 +113,8 @@ def test_timeout():
         fails({"timeout": wrong}, "expected float", repr(wrong))
 
 
-@pytest.mark.parametrize("key", [key(field) for field in dataclasses.fields(Config) if field.name not in ("device", "codec", "verify")])
+@pytest.mark.parametrize("key", [key(field) for field in dataclasses.fields(Config)
+                                 if field.name not in ("device", "codec", "verify", "link_master_weights")])
 def test_auto_of_the_launcher(key):
     """Accelerate resolves "auto" in DeepSpeed's own blocks only; the message says to leave the key out."""
     fails({key: "auto"}, f"nvcomp_checkpoint.{key}", "auto", "leave the key out")
