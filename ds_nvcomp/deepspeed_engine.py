@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 import io
 import os
 import secrets
@@ -29,7 +30,7 @@ from .checkpoint.background import Background, wait as wait_for_all
 from .checkpoint.commit import Commit
 from .checkpoint.ranks import Ranks, StoreRanks, job_store
 from .config import Config
-from .deepspeed_links import links_of
+from .deepspeed_links import Links, links_of
 from .errors import CommitError, ConfigError, DsNvcompError, SaveError, UnsupportedSetupError
 from .log import logger
 
@@ -119,28 +120,37 @@ class NvcompCheckpointEngine(CheckpointEngine):
             saved.snapshots[path] = self._take(state_dict, path) if states else _plain_file(state_dict)
         elif states:
             target = self._commit.stage(path)
-            report = write(state_dict, target, self._chosen, root=path.stem, links=self._links(path))
+            links = self._links(path)
+            report = write(state_dict, target, self._chosen, root=path.stem, links=links.own)
             saved.add(target, report)
+            saved.have(links)
             self._chooser.observe(report.raw_bytes, report.stored_bytes, report.encode_seconds, report.seconds)
         else:
             _save_plain(state_dict, self._commit.stage(path))
 
     def _take(self, state_dict, path) -> Callable[[], Snapshot]:
         """A function that returns the snapshot, when it is taken."""
+        saved, links = self._saved, self._links(path)
         if not self.config.overlap:
-            taken = snapshot(state_dict, self._chosen, root=path.stem, links=self._links(path))
+            taken = snapshot(state_dict, self._chosen, root=path.stem, links=links.own)
+            saved.have(links)
             return lambda: taken
         host = self._host()
         buffers = {buffer.untyped_storage().data_ptr() for buffer in host.module.buffers()} if host is not None else ()
         take = Future()
-        later = snapshot_later(state_dict, self._chosen, root=path.stem, moving=buffers, links=self._links(path))  # forward passes change buffers
-        self._overlapped.submit(f"the snapshot of {path.name}", lambda: _fulfil(take, later))
+        later = snapshot_later(state_dict, self._chosen, root=path.stem, moving=buffers, links=links.own)  # forward passes change buffers
+
+        def snap():
+            taken = later()
+            saved.have(links)
+            return taken
+        self._overlapped.submit(f"the snapshot of {path.name}", lambda: _fulfil(take, snap))
         return take.result
 
-    def _links(self, path: Path) -> dict:
+    def _links(self, path: Path) -> Links:
         """What of an optimizer file is stored as a difference from weights in the model file."""
         wanted = self.config.link_master_weights == "auto" and path.name.endswith(f"optim{STATES_SUFFIX}")
-        return links_of(self._host()) if wanted else {}
+        return links_of(self._host()) if wanted else Links()
 
     def settle(self) -> None:
         """Wait until parameters and optimizer state may change again: called before each optimizer step."""
@@ -156,7 +166,7 @@ class NvcompCheckpointEngine(CheckpointEngine):
         self._commit = self._saved = self._final = None
         latest, self.save_latest = self.save_latest, None
         if commit is not None:
-            commit.finish(saved.failure, latest, saved.written)
+            commit.finish(saved.failure, latest, saved.written, saved.links, saved.linkable)
             self._report(saved, self._ranks)
             self._tell_monitor()
         elif final is not None:
@@ -186,7 +196,7 @@ class NvcompCheckpointEngine(CheckpointEngine):
             except Exception as err:
                 saved.fail(err, path, ranks.rank)
             taken = None
-        commit.finish(saved.failure, latest, saved.written)
+        commit.finish(saved.failure, latest, saved.written, saved.links, saved.linkable)
         self._report(saved, ranks, blocked)
         ranks.part()
 
@@ -252,16 +262,34 @@ class _Saved:
     reports: list[SaveReport] = field(default_factory=list)
     written: dict[str, tuple[int, int]] = field(default_factory=dict)   # staged path: bytes and digest
     snapshots: dict[Path, Callable] = field(default_factory=dict)  # what is still to be written, when it is called
+    links: set[str] = field(default_factory=set)
+    others: set[str] = field(default_factory=set)  # what other ranks may link to
+    writes: bool = False                           # whether this rank writes what is linked to
 
     def add(self, target: Path, report: SaveReport) -> None:
         self.reports.append(report)
         self.written[str(target)] = report.stored_bytes, report.digest
+        self.links |= {_short(text) for text in report.links}
+
+    def have(self, links: Links) -> None:
+        """While weights are still what they were when `links` were made."""
+        self.others |= {_short(str(link)) for link in links.others}
+        self.writes |= links.writes
+
+    @property
+    def linkable(self) -> set[str]:
+        return self.others | (self.links if self.writes else set())
 
     def fail(self, err: Exception, path, rank: int) -> None:
         where = dict(path=str(path), rank=rank)
         failure = err.at(**where) if isinstance(err, DsNvcompError) else SaveError(f"{type(err).__name__}: {err}", **where)
         self.failure = self.failure or failure  # the first one is the cause
         logger.error(f"{failure} The other ranks are told at commit.")
+
+
+def _short(text: str) -> str:
+    """Stands for a link where ranks compare: there may be thousands of names in one, and thousands of ranks."""
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 class _PlainFile:

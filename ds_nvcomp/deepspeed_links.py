@@ -6,6 +6,7 @@ of the buffer, so addresses tell which parameters, by the names under which they
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, field
 
 import torch
 
@@ -18,25 +19,37 @@ _KINDS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 PADDING = 64  # one in so many numbers of a partition, at its end, may be no parameter's
 
 
-def links_of(host) -> dict[int, Link]:
-    """{address of an fp32 partition: its link} of a DeepSpeedEngine; empty where nothing can be linked.
+@dataclass
+class Links:
+    """Of this rank, {address of an fp32 partition: its link}. On the rank that `writes` the model file also those of the others, made from
+    its own weights: what they link to is in that file only if it is the same."""
+    own: dict[int, Link] = field(default_factory=dict)
+    others: list[Link] = field(default_factory=list)
+    writes: bool = False
+
+
+def links_of(host) -> Links:
+    """The links of a DeepSpeedEngine; none where nothing can be linked.
 
     Not of pipeline stages and experts, whose weights are in files of their own, nor where each node has storage of its own and not all
     have the model file.
     """
     try:
         if host is None or _has_other_files(host):
-            return {}
-        file, names = os.path.basename(host._get_ckpt_name("", "")), _names(host)
-        found = {}
-        for master, weights in _partitions(host.optimizer):
-            link = _link(master, weights, names, file)
+            return Links()
+        file, names, found = os.path.basename(host._get_ckpt_name("", "")), _names(host), Links()
+        for master, partitions, rank in _partitions(host.optimizer):
+            link = _link(master, partitions[rank], names, file)
             if link is not None:
-                found[master.data_ptr()] = link
+                found.own[master.data_ptr()] = link
+            if rank == 0:
+                links = (_link(master, weights, names, file) for weights in partitions[1:])
+                found.others += [link.of(master.numel()) for link in links if link is not None]
+                found.writes = True
         return found
     except Exception as err:  # another version's optimizer, or tensors of a kind of their own: nothing is linked, and nothing is lost
         logger.warning(f"master weights are stored in full: this DeepSpeed's optimizer looks otherwise ({type(err).__name__}: {err}).")
-        return {}
+        return Links()
 
 
 def _has_other_files(host) -> bool:
@@ -44,14 +57,13 @@ def _has_other_files(host) -> bool:
     return pipeline or host.zero_optimization_stage() > 2 or bool(getattr(host._config, "use_node_local_storage", False))
 
 
-def _partitions(optimizer) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """This rank's (fp32 partition, 16-bit partition) of each group."""
+def _partitions(optimizer) -> list[tuple[torch.Tensor, list[torch.Tensor], int]]:
+    """Of each group this rank's fp32 partition, the 16-bit partitions of all ranks, and which of them this one is."""
     for masters, partitions, groups in (("single_partition_of_fp32_groups", "parallel_partitioned_bit16_groups", "real_dp_process_group"),
                                         ("fp32_groups_flat_partition", "bf16_partitioned_groups", "real_dp_process_group")):
         if hasattr(optimizer, masters) and hasattr(optimizer, partitions):
             ranks = [torch.distributed.get_rank(group) for group in getattr(optimizer, groups)]
-            found = zip(getattr(optimizer, masters), getattr(optimizer, partitions), ranks)
-            return [(master, weights[rank]) for master, weights, rank in found]
+            return list(zip(getattr(optimizer, masters), getattr(optimizer, partitions), ranks))
     return []
 
 

@@ -73,6 +73,7 @@ def test_configuration_runs(launched, group, case):
 
 
 @pytest.mark.parametrize("case", (
+    "replicas_apart replicas_apart_async "
     "exclude_frozen_zero2 exclude_frozen_zero3 overwrite_a_tag leftovers_are_cleaned save_latest_false several_saves "
     "monitor_events weights_only_reads_the_module link_master_weights_off").split())
 def test_feature(launched, case):

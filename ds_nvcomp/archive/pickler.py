@@ -124,7 +124,8 @@ ALIGN = 16  # spans start on this: a whole number of elements of every dtype, an
 
 @dataclass
 class Plan:
-    """What `collect` found: the spans of each storage, in order of their bytes. It keeps the storages alive, so that no identity is reused."""
+    """What `collect` found: the spans of each storage, in order of their bytes. It keeps the storages alive, so that no identity is used
+    again."""
     storages: dict[int, tuple[torch.UntypedStorage, torch.dtype]]
     spans: dict[int, list[Span]]
     others: bool  # whether there are storages besides, which torch writes: of sparse tensors, or by themselves

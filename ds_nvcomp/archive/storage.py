@@ -23,7 +23,8 @@ LINKED_VERSION = 2  # of a description that has a link: who knows only version 1
 
 
 def describe(dtype: torch.dtype, payload: Payload, name: str, link: str | None = None) -> dict:
-    """The `meta` of a payload that decodes to `dtype`; `name` is where in the object it was first met, `link` what it is the difference from.
+    """The `meta` of a payload that decodes to `dtype`; `name` is where in the object it was first met, `link` what it is
+    the difference from.
 
     `crc` is the header's checksum. Through the table's, it covers every chunk: no other payload can be put in this one's place.
     """
@@ -123,8 +124,8 @@ def check_version(meta: dict) -> None:
                                       f"{LINKED_VERSION}. Install a ds_nvcomp that is at least as new as the one that wrote it.")
     if (meta["version"] == LINKED_VERSION) != ("link" in meta) or "link" in meta and \
             (type(meta["link"]) is not str or meta.get("dtype") != "float32"):
-        raise HeaderError("A storage that is linked to another file is of float32, and described in version 2 with a link; this is not. The "
-                          "file is damaged; restore it from a copy.")
+        raise HeaderError("A storage that is linked to another file is of float32, and described in version 2 with a link; this is not. "
+                          "The file is damaged; restore it from a copy.")
 
 
 def _validate(meta) -> tuple[torch.dtype, int]:

@@ -23,13 +23,14 @@ from .storage import describe, dtype_name
 class SaveReport:
     """`raw_bytes` are the tensor bytes that were saved, `stored_bytes` the size of the file, `digest` the CRC-32 of its zip directory.
 
-    `seconds` are all that it took, `encode_seconds` until the last byte was encoded.
+    `seconds` are all that it took, `encode_seconds` until the last byte was encoded. `links` are what the file says of other files.
     """
     raw_bytes: int
     stored_bytes: int
     seconds: float
     digest: int = 0
     encode_seconds: float = 0.0
+    links: tuple[str, ...] = ()
 
     @property
     def ratio(self) -> float:
@@ -67,8 +68,8 @@ Links = Mapping[int, Link]  # by the address of the fp32 numbers
 
 
 def write(obj, path, config: Config, *, root: str, pickle_protocol: int = 2, progress=None, links: Links = {}) -> SaveReport:
-    """Write the archive straight to `path`, truncating what is there; durable when this returns if `config.fsync`. What `links` has is stored
-    as its difference from what it links to.
+    """Write the archive straight to `path`, truncating what is there; durable when this returns if `config.fsync`. What `links` has is
+    stored as its difference from what it links to.
 
     What is encoded is written while the rest is being encoded.
     """
@@ -104,14 +105,15 @@ def snapshot_later(obj, config: Config, *, root: str, moving: Collection[int] = 
                    links: Links = {}) -> Callable[[], Snapshot]:
     """A function that takes the snapshot of `obj` as it is now, when called, on any thread.
 
-    Until it is done, the large storages of `obj`, and linked weights, must not change, but for those at the addresses `moving`. What else is in `obj` may:
-    it is copied here.
+    Until it is done, the large storages of `obj`, and linked weights, must not change, but for those at the addresses `moving`. What
+    else is in `obj` may: it is copied here.
     """
     plan = pickler.collect(obj)
     if plan.others:  # torch writes those when it comes to them
         taken = Snapshot(Archive(obj, config, pickle_protocol, alias=False, plan=plan, links=links), root)
         return lambda: taken
-    archive = Archive(pickler.freeze(obj)[0], config, pickle_protocol, alias=False, links=links)  # tensors made anew whenever they are asked for are others
+    frozen, _ = pickler.freeze(obj)  # tensors made anew whenever they are asked for are others
+    archive = Archive(frozen, config, pickle_protocol, alias=False, links=links)
     for span in archive.spans:
         if span.nbytes < HELD or span.storage.data_ptr() in moving:
             span.hold()
@@ -143,6 +145,7 @@ class Archive:
         self._worth = [span for span in self.spans if span.nbytes >= self.config.min_bytes]
         self.raw_bytes, self.encode_seconds = sum(span.nbytes for span in self.spans), 0.0
         self._all_links, self._links = links, {}  # the latter by the identity of spans
+        self.links: list[str] = []  # what has been written of them
 
     def let_go(self) -> "Archive":
         """Forget the object; what is left is for the report."""
@@ -169,7 +172,9 @@ class Archive:
             # Also what did not shrink is a payload: its checksums are worth more than its 0.01 %.
             entry = entries[id(worth[i])]
             link = self._links.get(id(worth[i]))
-            entry.nbytes, entry.meta = payload.nbytes, describe(entry.dtype, payload, worth[i].name, link and str(link))
+            text = None if link is None else str(link)
+            self.links += [text] if text else []
+            entry.nbytes, entry.meta = payload.nbytes, describe(entry.dtype, payload, worth[i].name, text)
             yield f"data/{entry.key}", payload
         for span in spans:
             if entries[id(span)].meta is None:
@@ -205,7 +210,7 @@ def lay_out(archive: Archive, write_at, root: str, room=lambda nbytes: None, rec
             zipped.add(name, [content])
     zipped.add(seal.RECORD, [seal.write_seal({name: check for name, check in zipped.checksums.items() if name not in guarded})])
     stored, digest = zipped.close()
-    return SaveReport(archive.raw_bytes, stored, time.perf_counter() - archive.began, digest, archive.encode_seconds)
+    return SaveReport(archive.raw_bytes, stored, time.perf_counter() - archive.began, digest, archive.encode_seconds, tuple(archive.links))
 
 
 def _host_bytes(storage, alias):

@@ -14,10 +14,10 @@ import re
 import secrets
 import shutil
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Collection
 
 from ..archive import files
-from ..errors import DirectoryError, DsNvcompError
+from ..errors import CommitError, DirectoryError, DsNvcompError
 from ..log import logger
 from . import STATES_SUFFIX, manifest
 from .exchange import exchange
@@ -85,11 +85,13 @@ class Commit:
         target.parent.mkdir(parents=True, exist_ok=True)
         return target
 
-    def finish(self, failure: Exception | None, latest: str | None, written: dict[str, tuple[int, int]]) -> None:
+    def finish(self, failure: Exception | None, latest: str | None, written: dict[str, tuple[int, int]],
+               links: Collection[str] = (), linkable: Collection[str] = ()) -> None:
         """Publish if no rank has a `failure`; then let `save_dir/latest` name `latest` if given. Raises `CommitError` on all ranks.
 
         Where no rank has staged a file, nothing is published. `written` are the staged files of this rank for the manifest:
-        {path: (bytes, digest)}.
+        {path: (bytes, digest)}. `links` stand for the weights that files of this rank refer to in others, `linkable` for those that its
+        own files have.
         """
         def durable():
             if failure is not None:
@@ -99,10 +101,11 @@ class Commit:
                     files.sync_directory(directory)
         self._together("save", durable, self.staged, undo=self.abandon)
 
-        written, used = zip(*self._ranks.gather((written, self._used), "list the files"))
+        written, used, links, linkable = zip(*self._ranks.gather((written, self._used, links, linkable), "list the files"))
         if not any(used):  # DeepSpeed's save_16bit_model begins a checkpoint and writes beside it: what is there stays
             self.abandon()
             return
+        self._check_links(links, linkable)
         self._together("write the manifest", lambda: self._write_manifest(written), self.staged / manifest.NAME,
                        by=self._ranks.rank == 0, undo=self.abandon)
         # Rank 0 first: where all see one file system, nothing is left for the leaders of other nodes.
@@ -111,6 +114,17 @@ class Commit:
                        by=self._ranks.leads_node and self._ranks.rank != 0 and self.staged.exists())
         self._together("update 'latest'", lambda: write_latest(self.final.parent, latest, fsync=self._fsync),
                        self.final.parent / "latest", by=latest is not None and self._ranks.rank == 0)
+
+    def _check_links(self, links, linkable):
+        """All ranks know the same here, and come to the same end."""
+        there = set().union(*linkable)
+        others = [rank for rank, mine in enumerate(links) if not there.issuperset(mine)]
+        if others:
+            self.abandon()
+            raise CommitError(f"The 16-bit weights of rank {', '.join(map(str, others[:16]))} are not those of the rank that writes the "
+                              "model file, from which the master weights are stored as a difference: replicas that should be equal have "
+                              "come apart, and the training is in doubt. The checkpoint is not current; the previous one is. To save all "
+                              "the same, set nvcomp_checkpoint.link_master_weights to 'off'.", rank=others[0])
 
     def _write_manifest(self, written):
         entries = {str(Path(path).relative_to(self.staged)): entry for mine in written for path, entry in mine.items()}

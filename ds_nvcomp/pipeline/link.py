@@ -23,7 +23,8 @@ def restore(data: torch.Tensor, weights: Weights) -> None:
         kernels.unlink(torch.cuda.current_stream(data.device), data, weights.data, weights.kind)
         return
     here, ours = data.cpu().numpy(), weights.to("cpu")
-    list(threads.pool().map(lambda at: link.restore(here[at:at + PART], ours.part(at, at + PART).numpy(), ours.kind), range(0, len(here), PART)))
+    parts = [(at, at + PART) for at in range(0, len(here), PART)]
+    list(threads.pool().map(lambda part: link.restore(here[slice(*part)], ours.part(*part).numpy(), ours.kind), parts))
     if data.is_cuda:
         data.copy_(torch.from_numpy(here))
 

@@ -304,6 +304,40 @@ def overwrite_a_tag(directory):
     engine.destroy(), other.destroy()
 
 
+@case("features", "replicas_apart_async", True)
+@case("features", "replicas_apart", False)
+def replicas_apart(directory, behind):
+    """Weights that are not the same on all ranks: rank 1 would link to what rank 0 does not write. The save fails, and says so."""
+    engine = make(compressed(config(2), **({"async": True} if behind else {})))
+    train(engine, 0, 1)
+    save(engine, directory, 1)
+    if behind:
+        engine.checkpoint_engine.wait()
+    if dist.get_rank() == 0:
+        with torch.no_grad():  # of the last parameters rank 1 has the master weights
+            engine.optimizer.parallel_partitioned_bit16_groups[0][1][5] += 1
+    error = None
+    try:
+        save(engine, directory, 1, tag="apart")
+        if behind:
+            engine.checkpoint_engine.wait()
+    except Exception as err:
+        error = f"{type(err).__name__}: {err}"
+    assert error and "CommitError" in error and "of rank 1 are not those" in error and "link_master_weights" in error, error
+    dist.barrier()
+    assert not (directory / "apart").exists() and (directory / "latest").read_text() == "global_step1"
+    engine.destroy()
+    engine = make(compressed(config(2), link_master_weights="off"))
+    train(engine, 0, 1)
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            engine.optimizer.parallel_partitioned_bit16_groups[0][1][5] += 1
+    save(engine, directory, 1, tag="apart")
+    dist.barrier()
+    assert (directory / "apart").is_dir()
+    engine.destroy()
+
+
 @case("features")
 def leftovers_are_cleaned(directory):
     """What a crashed save left is not loaded, and goes with the next save."""
