@@ -669,12 +669,12 @@ def test_which_are_linked(monkeypatch):
     master = torch.randn(10_000)
     flat = master.bfloat16()
     halves = {"a": flat[:5000], "b": flat[5000:]}
-    [link] = links_of(host_of(halves, master, flat)).values()
+    [link] = links_of(host_of(halves, master, flat)).own.values()
     assert link.fragments == [("module.a", 0, 5000), ("module.b", 0, 5000)] and link.file == MODEL
-    [link] = links_of(host_of({**halves, "0 tied": flat[5000:]}, master, flat)).values()
+    [link] = links_of(host_of({**halves, "0 tied": flat[5000:]}, master, flat)).own.values()
     assert link.fragments == [("module.a", 0, 5000), ("module.0 tied", 0, 5000)]
     longest = "b" * (NAME_CHARS - len("module."))
-    [link] = links_of(host_of({"a": flat[:5000], longest: flat[5000:]}, master, flat)).values()
+    [link] = links_of(host_of({"a": flat[:5000], longest: flat[5000:]}, master, flat)).own.values()
     assert link.fragments[1][0] == f"module.{longest}"
     refused = dict(
         nothing=host_of({}, master, flat), half=host_of({"a": flat[:5000]}, master, flat),
@@ -683,7 +683,7 @@ def test_which_are_linked(monkeypatch):
         local=host_of(halves, master, flat, _config=SimpleNamespace(use_node_local_storage=True)),
         fp32=host_of({"a": master}, master, master), raises=host_of(halves, master, flat, module_state_dict=strange),
         other=host_of(halves, master, flat, optimizer=SimpleNamespace()), none=None)
-    assert {name for name, host in refused.items() if links_of(host)} == set()
+    assert {name for name, host in refused.items() if links_of(host).own} == set()
 
 
 @pytest.mark.parametrize("name", ["w" * NAME_CHARS, "layers.0.\u00fc weight", "a.b|c*"])
