@@ -8,6 +8,7 @@ followed wherever the two files are still beside one another, by any reader.
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
 from dataclasses import dataclass
@@ -143,7 +144,7 @@ def _by_storage(scanned: FileScan, linked: Linked, sibling: str) -> list[tuple[T
     at = 0
     for name, first, numbers in linked.fragments:
         row = rows.get(name)
-        if row is None or row.dtype != linked.kind or not _is_contiguous(row) or first + numbers > _elements(row.shape) or \
+        if row is None or row.dtype != linked.kind or not _is_contiguous(row) or first + numbers > math.prod(row.shape) or \
                 row.storage.encoding is not None and row.storage.encoding.linked is not None:
             raise LinkError(f"{sibling!r} has no tensor {name[:120]!r} with elements {first} to {first + numbers} of {linked.kind} one "
                             f"after another: it is not the file that was linked. {_MEND}")
@@ -167,13 +168,6 @@ def _copy(records: Records, mapped, row: TensorRow, places: list, weights: torch
         data = torch.empty(0, dtype=torch.uint8, device=weights.device).set_(storage)
         for start, nbytes, at in parts:
             weights[at:at + nbytes] = data[start - begins:start - begins + nbytes]
-
-
-def _elements(shape) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def _is_contiguous(row: TensorRow) -> bool:

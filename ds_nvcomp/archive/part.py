@@ -106,7 +106,7 @@ def load_part(path, mapped: torch.UntypedStorage, start: int, length: int, devic
 
 def _read(part: Part, device: torch.device) -> torch.Tensor:
     """Its bytes, by itself; what is no payload is on the host yet."""
-    return _checked(part.data, part.record) if part.parsed is None else decode_payload(part.data, part.parsed, device=device)
+    return checked(part.data, part.record) if part.parsed is None else decode_payload(part.data, part.parsed, device=device)
 
 
 def _worth_a_thread(part: Part, workers: int) -> bool:
@@ -166,8 +166,9 @@ def decode_range(records: Records, mapped, row: TensorRow, wanted: tuple[int, in
     record = records.records[row.storage.record]
     data = _bytes_of(mapped, 0, record, row)
     if row.storage.encoding is not None:
-        return _decode(data, row.storage.encoding, wanted, torch.device(device), trusted)
-    return _checked(data, record).to(device).untyped_storage(), 0
+        data, parsed, begins = _chunks_of(data, row.storage.encoding, wanted)
+        return decode_payload(data, parsed, device=torch.device(device), trusted=trusted).untyped_storage(), begins
+    return checked(data, record).to(device).untyped_storage(), 0
 
 
 def _bytes_of(mapped, start: int, record: Record, row: TensorRow) -> torch.Tensor:
@@ -185,13 +186,6 @@ def _range(row: TensorRow, offsets, sizes, itemsize: int) -> tuple[int, int]:
     return first * itemsize, (last + 1) * itemsize
 
 
-def _decode(data: torch.Tensor, encoding: Encoding, wanted: tuple[int, int], device,
-            trusted: bool = True) -> tuple[torch.UntypedStorage, int]:
-    """The storage of the chunks that `wanted` (bytes) is in, and the byte of the whole one that it begins at."""
-    data, parsed, begins = _chunks_of(data, encoding, wanted)
-    return decode_payload(data, parsed, device=device, trusted=trusted).untyped_storage(), begins
-
-
 def _chunks_of(data: torch.Tensor, encoding: Encoding, wanted: tuple[int, int]) -> tuple[torch.Tensor, tuple, int]:
     """A payload of the chunks that `wanted` (bytes) is in, (header, table, codec) of that, and the byte of the whole that it begins at."""
     header, table = encoding.header, encoding.table
@@ -207,7 +201,8 @@ def _chunks_of(data: torch.Tensor, encoding: Encoding, wanted: tuple[int, int]) 
     return data, (header, table, encoding.codec), first * step
 
 
-def _checked(data: torch.Tensor, record: Record) -> torch.Tensor:
+def checked(data: torch.Tensor, record: Record) -> torch.Tensor:
+    """A copy of `data`, all bytes of a record. Raises `ChecksumError` where they are not those that were written."""
     data = data.clone()  # from here on it is what was verified, whatever becomes of the file
     _compare(record, crc32(data.numpy()))
     return data

@@ -6,11 +6,11 @@ import os
 from typing import Callable
 
 import torch
-from isal.isal_zlib import crc32
 
-from ..errors import ArchiveError, ChecksumError, DsNvcompError
+from ..errors import ArchiveError, DsNvcompError
 from ..pipeline import decode_payload
 from .link import follow
+from .part import checked
 from .reader import restorer
 from .records import Records
 from .scan import Stored, scan_records
@@ -55,8 +55,4 @@ def _storage(records: Records, mapped: torch.UntypedStorage, stored: Stored, pla
         if encoding.linked is not None:
             follow(encoding.linked, decoded, records.path)
         return decoded.untyped_storage()
-    data = data.clone()  # from here on it is what was verified, whatever becomes of the file
-    if crc32(data.numpy()) != record.crc:
-        raise ChecksumError(f"Record {record.name!r} has checksum {crc32(data.numpy()):#010x}, expected {record.crc:#010x}. The file is "
-                            "damaged; restore it from a copy, or resume from an earlier checkpoint.")
-    return place(data.untyped_storage(), stored.location)
+    return place(checked(data, record).untyped_storage(), stored.location)
